@@ -1,0 +1,1 @@
+"""Traces, replay, verification, and one module per figure or table."""

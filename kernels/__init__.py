@@ -1,0 +1,1 @@
+"""Paged attention and page writes, one signature for every implementation."""

@@ -1,0 +1,1 @@
+"""Language models as pure functions over pytrees of parameters."""

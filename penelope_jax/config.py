@@ -1,0 +1,149 @@
+"""Configuration values of the cache and the engine.
+
+Every config is frozen, keyword-only and checked at birth. Policies are data (design rule 7): where in a history
+eviction starts, how much it frees at once, and what the surrounding system does that decides how much that hurts.
+"""
+
+import dataclasses
+import enum
+
+
+class Start(enum.Enum):
+    """Where in the chosen history eviction starts (paper, part one)."""
+
+    LEAF_TAIL = "leaf-tail"
+    LEAF_HEAD = "leaf-head"
+    PRIVATE_FRONT = "private-front"
+
+
+class Unit(enum.Enum):
+    """What eviction frees at once: a whole tree node, or single pages."""
+
+    NODE = "node"
+    PAGE = "page"
+
+
+class History(enum.Enum):
+    """The order in which histories are chosen."""
+
+    LRU = "lru"
+
+
+class InsertUnit(enum.Enum):
+    """What one insert is; it sets the size of a tree node and so how much whole-node eviction frees."""
+
+    CHUNK = "chunk"
+    PROMPT = "prompt"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Policy:
+    """An eviction policy, as data.
+
+    Attributes:
+        name: the name on the command line.
+        start: where in a history eviction starts.
+        unit: what is freed at once.
+        history: the order of histories.
+        stamp_waiting: whether the histories of waiting requests are stamped at each scheduling round, as SGLang does
+            under LPM.
+        insert_unit: whether a tree node is one prefill chunk or one whole prompt.
+    """
+
+    name: str
+    start: Start
+    unit: Unit
+    history: History = History.LRU
+    stamp_waiting: bool = True
+    insert_unit: InsertUnit = InsertUnit.CHUNK
+
+
+POLICIES: dict[str, Policy] = {
+    policy.name: policy
+    for policy in (
+        Policy(name="sglang", start=Start.LEAF_TAIL, unit=Unit.NODE),
+        Policy(name="vllm", start=Start.LEAF_TAIL, unit=Unit.PAGE, stamp_waiting=False),
+        Policy(name="leaf-head", start=Start.LEAF_HEAD, unit=Unit.PAGE),
+        Policy(name="leaf-head-node", start=Start.LEAF_HEAD, unit=Unit.NODE),
+        Policy(name="front-node", start=Start.PRIVATE_FRONT, unit=Unit.NODE),
+        Policy(name="penelope", start=Start.PRIVATE_FRONT, unit=Unit.PAGE),
+    )
+}
+
+SCHEDULERS: tuple[str, ...] = ("lpm", "lpm-cost", "fcfs")
+
+
+def policy_named(name: str) -> Policy:
+    """Returns the policy called `name`.
+
+    Raises:
+        ValueError: no such policy; the message lists those that exist.
+    """
+    if name not in POLICIES:
+        raise ValueError(f"unknown policy {name!r}; known: {', '.join(POLICIES)}.")
+    return POLICIES[name]
+
+
+def check_page_size(page_size: int) -> None:
+    """Raises ValueError unless `page_size` is a power of two from 1 to 1,024."""
+    if page_size < 1 or page_size > 1024 or page_size & (page_size - 1):
+        raise ValueError(f"{page_size=} must be a power of two from 1 to 1024.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    """Limits and choices of the pure engine. Token counts are rounded to whole pages by the caller.
+
+    Attributes:
+        device_tokens: capacity of the device pool, in tokens; a multiple of `page_size`.
+        host_tokens: capacity of the host pool, in tokens (0: no host tier).
+        page_size: tokens a page.
+        policy: the eviction policy.
+        scheduler: `lpm`, `lpm-cost` or `fcfs`.
+        max_context: most tokens (prompt + output) of one request.
+        max_running: most requests admitted at once.
+        max_step_tokens: token budget of one step (the prefill chunk).
+        max_step_segments: most segments (rows of the page table) in one step.
+        output_reserve: output tokens for which admission reserves room; the rest may end in retraction.
+        max_wait_s: with `lpm-cost`, a request that waited longer goes first.
+        linear_cost: c of the cost formula, in units (paper, section 2.2).
+        vocab_size: token ids must be below it.
+    """
+
+    device_tokens: int
+    host_tokens: int = 0
+    page_size: int = 64
+    policy: Policy = POLICIES["penelope"]
+    scheduler: str = "lpm"
+    max_context: int = 32768
+    max_running: int = 16
+    max_step_tokens: int = 8192
+    max_step_segments: int = 32
+    output_reserve: int = 512
+    max_wait_s: float = 60.0
+    linear_cost: float = 0.0
+    vocab_size: int = 2**31 - 1
+
+    def __post_init__(self):
+        check_page_size(self.page_size)
+        for name in ("device_tokens", "max_context", "max_running", "max_step_tokens", "max_step_segments", "vocab_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
+        for name in ("host_tokens", "output_reserve", "max_wait_s", "linear_cost"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} must not be negative.")
+        for name in ("device_tokens", "host_tokens", "max_step_tokens"):
+            if getattr(self, name) % self.page_size:
+                raise ValueError(f"{name}={getattr(self, name)} must be a multiple of page_size={self.page_size}.")
+        if self.host_tokens:
+            raise ValueError(f"host_tokens={self.host_tokens}: this version has no host tier; use 0.")
+        if self.scheduler not in SCHEDULERS:
+            raise ValueError(f"unknown scheduler {self.scheduler!r}; known: {', '.join(SCHEDULERS)}.")
+
+    @property
+    def num_device_pages(self) -> int:
+        return self.device_tokens // self.page_size
+
+    @property
+    def num_host_pages(self) -> int:
+        return self.host_tokens // self.page_size
