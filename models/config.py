@@ -1,0 +1,239 @@
+"""What a decoder is made of, and how a Hugging Face `config.json` says so.
+
+`ModelConfig` is a hashable value: a static argument of the jitted step. Reading a configuration decides what this
+version can run; what it cannot is refused with the reason. Front eviction frees the tokens that are cheapest to
+recompute because every later query must attend to them, so its gain needs full causal attention in every layer (the
+paper's stated limits): sliding-window and linear attention are refused, not approximated.
+"""
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from penelope_jax.models import llama, qwen3
+
+DTYPES = ("float32", "bfloat16")
+
+_ARCHITECTURES = {module.MODEL_TYPE: module for module in (qwen3, llama)}
+_FULL_ATTENTION_ONLY = "front eviction gains by position, which needs full causal attention in every layer"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RopeScaling:
+    """A change of the rotary frequencies.
+
+    Attributes:
+        kind: `linear` (positions divided by `factor`), `llama3` (low frequencies divided, high ones kept, a ramp
+            between) or `factors` (each frequency divided by its own number, as GGUF files store `llama3`).
+        factor: by how much the context is stretched.
+        low_freq_factor, high_freq_factor: `llama3`: where the ramp lies, in wavelengths per original context.
+        original_max_context: `llama3`: the context the model was first trained on.
+        frequency_factors: `factors`: H / 2 divisors.
+    """
+
+    kind: str
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_context: int = 8192
+    frequency_factors: tuple[float, ...] = ()
+
+    def __post_init__(self):
+        if self.kind not in ("linear", "llama3", "factors"):
+            raise ValueError(f"rope scaling kind={self.kind!r} must be linear, llama3 or factors.")
+        if not self.factor > 0:
+            raise ValueError(f"rope scaling factor={self.factor} must be positive.")
+        if self.kind == "llama3" and not self.low_freq_factor < self.high_freq_factor:
+            raise ValueError(f"rope scaling {self.low_freq_factor=} must be below {self.high_freq_factor=}.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """The shape of a dense decoder; letters of the design in brackets.
+
+    Attributes:
+        architecture: `qwen3` or `llama`.
+        vocab_size, hidden_size, num_layers, num_heads, num_kv_heads, head_dim: [V], [D], [L], [N], [K], [H].
+        mlp_size: width of the gated MLP.
+        rope_theta: base of the rotary frequencies.
+        rope_scaling: how they are changed, if they are.
+        norm_eps: epsilon of every RMSNorm.
+        tied_embeddings: whether the head is the transposed embedding.
+        max_context: positions the model was made for.
+        qk_norm: whether each query and key head is normalised before RoPE (Qwen3).
+        attention_bias: whether the four attention projections have biases.
+        dtype: of parameters and activations: `float32` or `bfloat16`. Norms, RoPE and accumulation are float32.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    mlp_size: int
+    rope_theta: float
+    norm_eps: float
+    max_context: int
+    rope_scaling: RopeScaling | None = None
+    tied_embeddings: bool = False
+    qk_norm: bool = False
+    attention_bias: bool = False
+    dtype: str = "float32"
+
+    def __post_init__(self):
+        if self.architecture not in _ARCHITECTURES:
+            raise ValueError(f"architecture={self.architecture!r} must be one of {', '.join(_ARCHITECTURES)}.")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype={self.dtype!r} must be one of {', '.join(DTYPES)}.")
+        sizes = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "mlp_size")
+        for name in (*sizes, "max_context"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name}={value!r} must be an integer of at least 1.")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}.")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} must be even: RoPE rotates pairs.")
+        for name in ("rope_theta", "norm_eps"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be positive.")
+        scaling = self.rope_scaling
+        if scaling is not None and scaling.kind == "factors" and len(scaling.frequency_factors) != self.head_dim // 2:
+            raise ValueError(f"{len(scaling.frequency_factors)} rope frequency factors; {self.head_dim=} needs half.")
+
+    @property
+    def linear_cost(self) -> float:
+        """c of the cost formula (paper, section 2.2): linear parameters of a layer over the 2 N H of one attended key.
+
+        23,552 for Qwen3-8B. Norms, embeddings and the head are not counted.
+        """
+        heads = 2 * self.num_heads + 2 * self.num_kv_heads
+        linear = self.hidden_size * (heads * self.head_dim + 3 * self.mlp_size)
+        return linear / (2 * self.num_heads * self.head_dim)
+
+
+def read_json(path: pathlib.Path) -> dict[str, Any]:
+    """Returns the JSON object in `path`.
+
+    Raises:
+        ValueError: the file is missing, is not JSON or holds no object.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror}.") from error
+    except ValueError as error:  # json.JSONDecodeError and UnicodeDecodeError
+        raise ValueError(f"{path}: not valid JSON: {error}.") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: must hold a JSON object, not {type(value).__name__}.")
+    return value
+
+
+def from_hf_config(hf: Mapping[str, Any], where: str) -> ModelConfig:
+    """Reads the fields of a Hugging Face `config.json`, in the older and the newer spelling of RoPE and dtype.
+
+    Args:
+        hf: the parsed file.
+        where: what to name in errors, usually the file's path.
+
+    Raises:
+        ValueError: a field is missing or has a bad value, or the model is one this version cannot run.
+    """
+    model_type = hf.get("model_type")
+    _refuse_other_attention(hf, where)
+    if model_type not in _ARCHITECTURES:
+        raise ValueError(
+            f"{where}: model_type {model_type!r} is not supported; supported: {', '.join(_ARCHITECTURES)} (dense)."
+        )
+    architecture = _ARCHITECTURES[model_type]
+    classes = hf.get("architectures") or [architecture.HF_CLASS]
+    if architecture.HF_CLASS not in classes:
+        raise ValueError(f"{where}: architectures {classes} is not supported; must hold {architecture.HF_CLASS}.")
+    _refuse_unsupported_values(hf, where)
+
+    num_heads = _field(hf, "num_attention_heads", where)
+    hidden_size = _field(hf, "hidden_size", where)
+    head_dim = hf.get("head_dim") or architecture.default_head_dim(hidden_size, num_heads)
+    rope = hf.get("rope_parameters") or {}
+    rope_theta = rope.get("rope_theta", hf.get("rope_theta", architecture.DEFAULT_ROPE_THETA))
+    stored = hf.get("dtype") or hf.get("torch_dtype") or "float32"
+    try:
+        return ModelConfig(
+            architecture=model_type,
+            vocab_size=_field(hf, "vocab_size", where),
+            hidden_size=hidden_size,
+            num_layers=_field(hf, "num_hidden_layers", where),
+            num_heads=num_heads,
+            num_kv_heads=hf.get("num_key_value_heads") or num_heads,
+            head_dim=head_dim,
+            mlp_size=_field(hf, "intermediate_size", where),
+            rope_theta=float(rope_theta),
+            rope_scaling=_rope_scaling(rope or hf.get("rope_scaling") or {}, where),
+            norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
+            tied_embeddings=bool(hf.get("tie_word_embeddings", False)),
+            max_context=_field(hf, "max_position_embeddings", where),
+            qk_norm=architecture.QK_NORM,
+            attention_bias=bool(hf.get("attention_bias", False)),
+            dtype="bfloat16" if stored == "bfloat16" else "float32",
+        )
+    except ValueError as error:
+        raise error if str(error).startswith(where) else ValueError(f"{where}: {error}") from error
+
+
+def _field(hf: Mapping[str, Any], name: str, where: str) -> Any:
+    if hf.get(name) is None:
+        raise ValueError(f"{where}: field {name!r} is missing.")
+    return hf[name]
+
+
+def _refuse_other_attention(hf: Mapping[str, Any], where: str) -> None:
+    """Refuses what is not full causal attention over a dense MLP, whatever the model is called."""
+    other_layers = sorted({kind for kind in hf.get("layer_types") or () if kind != "full_attention"})
+    if other_layers:
+        raise ValueError(f"{where}: layer_types has {', '.join(other_layers)}: {_FULL_ATTENTION_ONLY}.")
+    # Qwen configurations carry a `sliding_window` that `use_sliding_window: false` switches off.
+    default_use = hf.get("sliding_window") is not None and hf.get("model_type") not in _ARCHITECTURES
+    if hf.get("use_sliding_window", default_use):
+        raise ValueError(f"{where}: sliding_window={hf.get('sliding_window')} is in use: {_FULL_ATTENTION_ONLY}.")
+    linear = [
+        name for name in ("linear_num_key_heads", "linear_conv_kernel_dim", "ssm_cfg", "state_size") if name in hf
+    ]
+    if linear:
+        raise ValueError(f"{where}: linear attention ({', '.join(linear)}): {_FULL_ATTENTION_ONLY}.")
+    num_experts = next(
+        (hf[name] for name in ("num_experts", "num_local_experts", "n_routed_experts") if hf.get(name)), 0
+    )
+    if num_experts:
+        raise ValueError(f"{where}: mixture of experts ({num_experts} experts) is not supported in this version.")
+
+
+def _refuse_unsupported_values(hf: Mapping[str, Any], where: str) -> None:
+    activation = hf.get("hidden_act", "silu")
+    if activation != "silu":
+        raise ValueError(f"{where}: hidden_act={activation!r} is not supported; must be 'silu'.")
+    rope = hf.get("rope_parameters") or {}
+    rotary = rope.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0))
+    if rotary != 1.0:
+        raise ValueError(f"{where}: partial_rotary_factor={rotary} is not supported; must be 1.")
+    for name in ("mlp_bias", "quantization_config"):
+        if hf.get(name):
+            raise ValueError(f"{where}: {name}={hf[name]!r} is not supported.")
+
+
+def _rope_scaling(rope: Mapping[str, Any], where: str) -> RopeScaling | None:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return None
+    if kind == "linear":
+        return RopeScaling(kind="linear", factor=float(_field(rope, "factor", f"{where}: rope scaling")))
+    if kind == "llama3":
+        numbers = {name: float(_field(rope, name, f"{where}: rope scaling")) for name in llama.ROPE_SCALING_FIELDS}
+        original = _field(rope, "original_max_position_embeddings", f"{where}: rope scaling")
+        return RopeScaling(kind="llama3", original_max_context=int(original), **numbers)
+    raise ValueError(
+        f"{where}: rope scaling {kind!r} is not supported in this version; supported: default, linear, llama3."
+    )

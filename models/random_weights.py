@@ -1,0 +1,88 @@
+"""Random weights: models for benchmarks and tests that need no checkpoint.
+
+Speed and memory do not depend on the values of the weights, and nor does anything the cache does. The scales are
+those of a trained model's first moments: hidden state of order one, logits of order one, and attention sharp enough
+(scores with a deviation near three) that a token far back in a long context still changes the result.
+"""
+
+import concurrent.futures
+import functools
+import math
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from penelope_jax.models.config import ModelConfig
+from penelope_jax.models.layers import Params, parameter_shapes, parameter_shardings
+
+_HEAD_NORM_MEAN = math.sqrt(3.0)
+
+
+def _qwen3(layers, hidden, heads, kv_heads, head_dim, mlp, vocab, *, tied, max_context, dtype) -> ModelConfig:
+    return ModelConfig(
+        architecture="qwen3",
+        vocab_size=vocab,
+        hidden_size=hidden,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        mlp_size=mlp,
+        rope_theta=1e6,
+        norm_eps=1e-6,
+        tied_embeddings=tied,
+        max_context=max_context,
+        qk_norm=True,
+        dtype=dtype,
+    )
+
+
+_real = functools.partial(_qwen3, max_context=40960, dtype="bfloat16")
+
+PRESETS: dict[str, ModelConfig] = {
+    "tiny": _qwen3(2, 64, 4, 2, 16, 128, 256, tied=False, max_context=4096, dtype="float32"),
+    "b": _qwen3(2, 128, 4, 2, 32, 384, 512, tied=True, max_context=65536, dtype="float32"),
+    "qwen3-0.6b": _real(28, 1024, 16, 8, 128, 3072, 151936, tied=True),
+    "qwen3-1.7b": _real(28, 2048, 16, 8, 128, 6144, 151936, tied=True),
+    "qwen3-4b": _real(36, 2560, 32, 8, 128, 9728, 151936, tied=True),
+    "qwen3-8b": _real(36, 4096, 32, 8, 128, 12288, 151936, tied=False),
+    "qwen3-14b": _real(40, 5120, 40, 8, 128, 17408, 151936, tied=False),
+    "qwen3-32b": _real(64, 5120, 64, 8, 128, 25600, 151936, tied=False),
+}
+
+
+def random_params(config: ModelConfig, mesh: Mesh, seed: int = 0) -> Params:
+    """Draws parameters of `config`'s shapes, placed on `mesh`. The same seed gives the same values on every machine.
+
+    Host memory: one stacked leaf at a time.
+    """
+    shapes, shardings = parameter_shapes(config), parameter_shardings(config, mesh)
+    leaves, tree = jax.tree.flatten_with_path(shapes)
+    placed = []
+    with concurrent.futures.ThreadPoolExecutor() as threads:  # numpy draws without holding the interpreter's lock
+        for index, ((path, leaf), sharding) in enumerate(zip(leaves, jax.tree.leaves(shardings), strict=True)):
+            mean, deviation = _moments(config, path[-1].name, leaf.shape)
+            drawn = np.empty(leaf.shape, leaf.dtype)
+            parts = drawn if len(path) > 1 else [drawn]  # a stacked leaf is drawn layer by layer
+            draw = functools.partial(_draw, seed=(seed, index), mean=mean, deviation=deviation)
+            list(threads.map(draw, range(len(parts)), parts))
+            placed.append(jax.device_put(drawn, sharding))
+    return jax.tree.unflatten(tree, placed)
+
+
+def _draw(part: int, out: np.ndarray, *, seed: tuple[int, int], mean: float, deviation: float) -> None:
+    generator = np.random.Generator(np.random.SFC64((*seed, part)))
+    out[...] = generator.standard_normal(out.shape, dtype=np.float32) * np.float32(deviation) + np.float32(mean)
+
+
+def _moments(config: ModelConfig, name: str, shape: tuple[int, ...]) -> tuple[float, float]:
+    if name in ("q_norm", "k_norm"):
+        return _HEAD_NORM_MEAN, 0.1
+    if name.endswith("_norm"):
+        return 1.0, 0.1
+    if name.endswith("_bias"):
+        return 0.0, 0.1
+    if name == "embed":
+        return 0.0, 1.0 / math.sqrt(config.hidden_size) if config.tied_embeddings else 1.0
+    return 0.0, 1.0 / math.sqrt(shape[-2])
