@@ -107,7 +107,7 @@ class ModelConfig:
 
     @property
     def linear_cost(self) -> float:
-        """c of the cost formula (paper, section 2.2): linear parameters of a layer over the 2 N H of one attended key.
+        """The c of the cost formula (paper, section 2.2): a layer's linear parameters over the 2 N H of one attended key.
 
         23,552 for Qwen3-8B. Norms, embeddings and the head are not counted.
         """
@@ -128,9 +128,9 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
         raise ValueError(f"{path}: cannot be read: {error.strerror}.") from error
     except ValueError as error:  # json.JSONDecodeError and UnicodeDecodeError
         raise ValueError(f"{path}: not valid JSON: {error}.") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path}: must hold a JSON object, not {type(value).__name__}.")
-    return value
+    if isinstance(value, dict):
+        return value
+    raise ValueError(f"{path}: must hold a JSON object, not {type(value).__name__}.")
 
 
 def from_hf_config(hf: Mapping[str, Any], where: str) -> ModelConfig:

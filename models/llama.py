@@ -66,7 +66,10 @@ def stretch_frequencies(
 
     Args:
         frequencies: f64[H / 2], radians per position.
-        factor, low_freq_factor, high_freq_factor, original_max_context: see `RopeScaling`.
+        factor: what the slow waves are divided by.
+        low_freq_factor: a wave that turns fewer times within the original context is slow.
+        high_freq_factor: a wave that turns more often is fast.
+        original_max_context: positions the model was first trained on.
 
     Returns:
         f64[H / 2].
