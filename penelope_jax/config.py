@@ -126,7 +126,14 @@ class EngineConfig:
 
     def __post_init__(self):
         check_page_size(self.page_size)
-        for name in ("device_tokens", "max_context", "max_running", "max_step_tokens", "max_step_segments", "vocab_size"):
+        for name in (
+            "device_tokens",
+            "max_context",
+            "max_running",
+            "max_step_tokens",
+            "max_step_segments",
+            "vocab_size",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
         for name in ("host_tokens", "output_reserve", "max_wait_s", "linear_cost"):

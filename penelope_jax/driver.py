@@ -1,0 +1,209 @@
+"""The loop that holds a state and an executor: apply, plan, run."""
+
+import dataclasses
+import hashlib
+import time
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from penelope_jax import engine
+from penelope_jax.config import EngineConfig
+from penelope_jax.events import (
+    Abort,
+    Admitted,
+    Event,
+    Finished,
+    Flush,
+    Refused,
+    RequestMetrics,
+    Sampled,
+    Scored,
+    Submit,
+    Update,
+)
+from penelope_jax.segments import SamplingParams, Segment, StepDone, StepPlan
+from penelope_jax.state import EngineState, make_state
+
+
+class Executor(Protocol):
+    """What runs a plan."""
+
+    def run(self, plan: StepPlan, time_s: float = 0.0) -> StepDone:
+        """Runs one step and waits for it."""
+        ...
+
+
+class GenerateResult(NamedTuple):
+    """One request, from prompt to end.
+
+    Attributes:
+        tokens: sampled token ids.
+        logprobs: f32[len(tokens)].
+        prompt_logprobs: f32[n] of prompt tokens from `prompt_logprobs_from + 1` on; empty when not asked for.
+        metrics: what the prompt cost.
+        reason: why it ended.
+    """
+
+    tokens: list[int]
+    logprobs: np.ndarray
+    prompt_logprobs: np.ndarray
+    metrics: RequestMetrics | None
+    reason: str
+
+
+class Driver:
+    """Runs requests on an executor, one step at a time.
+
+    Not thread safe: one thread owns it.
+    """
+
+    def __init__(self, config: EngineConfig, executor: Executor, clock: Callable[[], float] = time.perf_counter):
+        self.state: EngineState = make_state(config)
+        self.executor = executor
+        self.clock = clock
+        self._next_id = 0
+        self._announced: set[int] = set()
+        self._pending: list[Update] = []
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is waiting or running."""
+        return self.state.idle
+
+    def submit(
+        self,
+        tokens,
+        sampling: SamplingParams = SamplingParams(),
+        *,
+        session_id: str = "",
+        cache_salt: str = "",
+    ) -> int:
+        """Queues a request.
+
+        Args:
+            tokens: token ids, i32[n] or a list.
+            sampling: how to sample.
+            session_id: whose turn it is; for reports only.
+            cache_salt: requests with different salts share no cache.
+
+        Returns:
+            The id that updates will carry.
+
+        Raises:
+            ValueError: it can never run; the message says why.
+        """
+        request_id = self._next_id
+        event = Submit(
+            request_id=request_id,
+            tokens=np.asarray(tokens) if len(tokens) else np.empty(0, np.int32),
+            sampling=sampling,
+            session_id=session_id,
+            cache_salt=cache_salt,
+            time_s=self.clock(),
+        )
+        for update in self._apply(event):
+            if isinstance(update, Refused):
+                raise ValueError(update.message)
+        self._next_id += 1
+        return request_id
+
+    def abort(self, request_id: int) -> None:
+        """Ends a request. What it computed stays as cache; its `Finished` comes with the next step."""
+        self._pending.extend(self._apply(Abort(request_id=request_id, time_s=self.clock())))
+
+    def flush(self) -> None:
+        """Drops all K/V that no request holds."""
+        self._apply(Flush(time_s=self.clock()))
+
+    def step(self) -> list[Update]:
+        """Plans and runs one step, and waits for it.
+
+        Returns:
+            What happened, in order; empty when there was nothing to do.
+
+        Raises:
+            RuntimeError: requests are left but none can go on, which is a fault of the engine.
+        """
+        updates, self._pending = self._pending, []
+        if self.state.idle:
+            return updates
+        self.state, plan = engine.plan(self.state)
+        for request in self.state.running:
+            if request.request_id not in self._announced:
+                assert request.metrics is not None, "an admitted request has metrics"
+                self._announced.add(request.request_id)
+                updates.append(Admitted(request_id=request.request_id, metrics=request.metrics))
+        if plan is None:
+            raise RuntimeError(
+                f"{len(self.state.running)} running and {len(self.state.waiting)} waiting requests, "
+                f"{self.state.cache.device.num_free} free pages, and none can go on."
+            )
+        updates.extend(self._run(plan))
+        return updates
+
+    def _run(self, plan: StepPlan) -> tuple[Update, ...]:
+        done = self.executor.run(plan)
+        return self._apply(dataclasses.replace(done, time_s=self.clock()))
+
+    def _apply(self, event: Event) -> tuple[Update, ...]:
+        self.state, updates = engine.apply(self.state, (event,))
+        for update in updates:
+            if isinstance(update, Finished):
+                self._announced.discard(update.request_id)
+        return updates
+
+    def generate(self, tokens, sampling: SamplingParams = SamplingParams(), **names: str) -> GenerateResult:
+        """Runs steps until one request is done. Updates of other requests are kept for the next `step`.
+
+        Raises:
+            ValueError: it can never run.
+        """
+        request_id = self.submit(tokens, sampling, **names)
+        sampled: list[Sampled] = []
+        scores: list[np.ndarray] = []
+        others: list[Update] = []
+        while True:
+            for update in self.step():
+                match update:
+                    case Sampled(request_id=id_) if id_ == request_id:
+                        sampled.append(update)
+                    case Scored(request_id=id_) if id_ == request_id:
+                        scores.append(update.logprobs)
+                    case Finished(request_id=id_) if id_ == request_id:
+                        self._pending = [*others, *self._pending]
+                        return GenerateResult(
+                            [token.token for token in sampled],
+                            np.array([token.logprob for token in sampled], np.float32),
+                            np.concatenate(scores) if scores else np.empty(0, np.float32),
+                            update.metrics,
+                            update.reason,
+                        )
+                    case Admitted(request_id=id_) if id_ == request_id:
+                        pass
+                    case _:
+                        others.append(update)
+
+
+class HashExecutor:
+    """Samples a hash of (request, position), without a device: for tests of what surrounds the model."""
+
+    def __init__(self, vocab_size: int = 50_000):
+        self.vocab_size = vocab_size
+
+    def run(self, plan: StepPlan, time_s: float = 0.0) -> StepDone:
+        """Returns made-up samples for a plan; log-probabilities are -1."""
+        sampling = [segment for segment in plan.segments if segment.sample is not None]
+        scored = [segment.targets for segment in plan.segments if segment.targets is not None]
+        return StepDone(
+            step=plan.step,
+            tokens=np.array([self._token(segment) for segment in sampling], np.int32),
+            logprobs=np.full(len(sampling), -1.0, np.float32),
+            scores=tuple(np.where(targets >= 0, -1.0, np.nan).astype(np.float32) for targets in scored),
+            time_s=time_s,
+        )
+
+    def _token(self, segment: Segment) -> int:
+        digest = hashlib.blake2b(f"{segment.request_id}:{segment.stop}".encode(), digest_size=4).digest()
+        return int.from_bytes(digest, "little") % self.vocab_size

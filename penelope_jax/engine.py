@@ -1,0 +1,172 @@
+"""The engine: a pure state machine around the device.
+
+`apply` takes what happened, `plan` says what to do next. Nothing here reads a clock, draws a number or touches a
+device, so the code that serves also replays and simulates.
+"""
+
+import dataclasses
+
+import numpy as np
+
+from penelope_jax.admission import refusal, resolved_max_tokens
+from penelope_jax.config import EngineConfig
+from penelope_jax.eviction import evict
+from penelope_jax.events import (
+    Abort,
+    Event,
+    Finished,
+    Flush,
+    Refused,
+    Sampled,
+    Scored,
+    Submit,
+    Update,
+)
+from penelope_jax.leaving import release, with_retracted
+from penelope_jax.pages import frozen
+from penelope_jax.planning import plan
+from penelope_jax.segments import StepDone
+from penelope_jax.state import EngineState, Request, count, make_state
+
+__all__ = ["apply", "make_state", "plan", "refusal_of"]
+
+
+def apply(state: EngineState, events: tuple[Event, ...] | list[Event]) -> tuple[EngineState, tuple[Update, ...]]:
+    """Applies events in order.
+
+    Returns:
+        The next state, and what clients should hear of.
+
+    Raises:
+        ValueError: a step that is not the oldest in flight, a request id used twice, or results of the wrong shape.
+    """
+    updates: list[Update] = []
+    for event in events:
+        state = dataclasses.replace(state, now_s=max(state.now_s, event.time_s))
+        match event:
+            case Submit():
+                state = _submit(state, event, updates)
+            case Abort():
+                state = _abort(state, event, updates)
+            case StepDone():
+                state = _step_done(state, event, updates)
+            case Flush():
+                cache, _ = evict(state.cache, state.cache.num_resident, state.config.policy)
+                state = dataclasses.replace(state, cache=cache)
+            case _:
+                raise TypeError(f"unknown event {event!r}.")
+    return state, tuple(updates)
+
+
+def refusal_of(config: EngineConfig, event: Submit) -> str | None:
+    """Says why a request is refused at arrival, or None if it is not."""
+    tokens = event.tokens
+    if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
+        return f"prompt must be a list of token ids, got an array of {tokens.dtype} with shape {tokens.shape}."
+    if len(tokens) == 0:
+        return "prompt is empty; at least 1 token is needed."
+    bad = np.flatnonzero((tokens < 0) | (tokens >= config.vocab_size))
+    if len(bad):
+        index = int(bad[0])
+        return f"token id {int(tokens[index])} at position {index} is outside [0, {config.vocab_size})."
+    start = event.sampling.prompt_logprobs_from
+    if start is not None and start >= len(tokens):
+        return f"prompt_logprobs_from={start} must be below the prompt's {len(tokens)} tokens."
+    return refusal(config, len(tokens), event.sampling.max_tokens)
+
+
+def _submit(state: EngineState, event: Submit, updates: list[Update]) -> EngineState:
+    if any(event.request_id == other.request_id for other in (*state.waiting, *state.running)):
+        raise ValueError(f"request id {event.request_id} is in use.")
+    message = refusal_of(state.config, event)
+    if message is not None:
+        updates.append(Refused(request_id=event.request_id, message=message))
+        return dataclasses.replace(state, counters=count(state.counters, refused=1))
+    prompt = frozen(np.array(event.tokens, np.int32))
+    start = event.sampling.prompt_logprobs_from
+    max_tokens = resolved_max_tokens(state.config, len(prompt), event.sampling.max_tokens)
+    request = Request(
+        request_id=event.request_id,
+        session_id=event.session_id,
+        namespace=event.cache_salt,
+        arrival=state.next_arrival,
+        arrival_s=event.time_s,
+        prompt=prompt,
+        original_len=len(prompt),
+        sampling=dataclasses.replace(event.sampling, max_tokens=max_tokens),
+        score_pos=len(prompt) if start is None else start,
+    )
+    return dataclasses.replace(state, waiting=(*state.waiting, request), next_arrival=state.next_arrival + 1)
+
+
+def _abort(state: EngineState, event: Abort, updates: list[Update]) -> EngineState:
+    for request in state.waiting:
+        if request.request_id == event.request_id:
+            updates.append(_finished(request, "abort"))
+            waiting = tuple(other for other in state.waiting if other is not request)
+            return dataclasses.replace(state, waiting=waiting, counters=count(state.counters, finished=1))
+    for request in state.running:
+        if request.request_id == event.request_id and request.leaving in ("", "retract"):
+            marked = dataclasses.replace(request, leaving="abort")
+            running = tuple(marked if other is request else other for other in state.running)
+            return _let_go(dataclasses.replace(state, running=running), updates)
+    return state
+
+
+def _step_done(state: EngineState, event: StepDone, updates: list[Update]) -> EngineState:
+    if not state.in_flight or state.in_flight[0].step != event.step:
+        waiting_for = [flight.step for flight in state.in_flight]
+        raise ValueError(f"step {event.step} is done, but the steps in flight are {waiting_for}.")
+    flight, *rest = state.in_flight
+    if len(event.tokens) != len(flight.sampled) or len(event.scores) != len(flight.scored):
+        raise ValueError(
+            f"step {event.step} returned {len(event.tokens)} samples and {len(event.scores)} scored segments; "
+            f"{len(flight.sampled)} and {len(flight.scored)} were planned."
+        )
+    running = {request.request_id: request for request in state.running}
+    for request_id, token, logprob in zip(flight.sampled, event.tokens.tolist(), event.logprobs.tolist()):
+        request = running[request_id]
+        if request.leaving in ("", "retract"):
+            position = len(request.prompt) + len(request.outputs)
+            updates.append(Sampled(request_id=request_id, token=token, logprob=logprob, position=position))
+            request = dataclasses.replace(request, outputs=(*request.outputs, token))
+            if token in request.sampling.stop_token_ids:
+                request = dataclasses.replace(request, leaving="stop")
+            elif request.output_len >= request.max_tokens:
+                request = dataclasses.replace(request, leaving="length")
+        running[request_id] = dataclasses.replace(request, num_in_flight=request.num_in_flight - 1)
+    for (request_id, start, num_rows, first, reused), scores in zip(flight.scored, event.scores):
+        request = running[request_id]
+        if request.leaving != "abort":
+            values = frozen(np.array(scores[first : first + num_rows], np.float32))
+            updates.append(Scored(request_id=request_id, start=start, logprobs=values, reused=reused))
+            running[request_id] = dataclasses.replace(request, score_pos=start + num_rows)
+    return _let_go(dataclasses.replace(state, running=tuple(running.values()), in_flight=tuple(rest)), updates)
+
+
+def _let_go(state: EngineState, updates: list[Update]) -> EngineState:
+    """Releases requests that are leaving and have no row in flight."""
+    oldest = state.in_flight[0].step if state.in_flight else state.next_step
+    cache, running, waiting = state.cache, list(state.running), state.waiting
+    counters = state.counters
+    for request in state.running:
+        if request.leaving and request.last_step < oldest:
+            running = [other for other in running if other.request_id != request.request_id]
+            cache, again = release(cache, running, request, request.leaving)
+            if again is not None:
+                waiting = with_retracted(waiting, again)
+                counters = count(counters, retractions=1)
+            else:
+                updates.append(_finished(request, request.leaving))
+                counters = count(counters, finished=1)
+    return dataclasses.replace(state, cache=cache, running=tuple(running), waiting=waiting, counters=counters)
+
+
+def _finished(request: Request, reason: str) -> Finished:
+    return Finished(
+        request_id=request.request_id,
+        reason=reason,
+        metrics=request.metrics,
+        output_len=request.output_len,
+        num_retractions=request.num_retractions,
+    )

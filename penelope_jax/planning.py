@@ -1,0 +1,343 @@
+"""Planning a step: decodes first, then prefills in the order of admission, then admissions, while the budget lasts.
+
+All decisions are here; the plan is plain data and the executor only does what it says. The planner object collects
+changes to one state and never escapes `plan`.
+"""
+
+import dataclasses
+
+import numpy as np
+
+from penelope_jax import eviction, histories, pages, radix_tree, scheduler
+from penelope_jax.admission import admit, claimed_pages, evictable_pages
+from penelope_jax.config import InsertUnit
+from penelope_jax.leaving import release, with_retracted
+from penelope_jax.pages import NO_PAGE, frozen
+from penelope_jax.segments import EvictedSpan, Segment, SegmentKind, StepPlan
+from penelope_jax.state import EngineState, InFlight, Request, count
+
+_COUNTER_OF = {
+    SegmentKind.PHANTOM: "phantom_tokens",
+    SegmentKind.REAL: "real_tokens",
+    SegmentKind.DECODE: "decode_tokens",
+    SegmentKind.SCORE: "score_tokens",
+}
+
+
+def plan(state: EngineState) -> tuple[EngineState, StepPlan | None]:
+    """Plans the next step.
+
+    At most one step may be in flight: its sampled tokens may feed this one, older ones must be back.
+
+    Returns:
+        The state in which the step counts as planned, and the plan; None when there is nothing to run now.
+    """
+    if len(state.in_flight) > 1:
+        raise ValueError(f"{len(state.in_flight)} steps are in flight; at most 1 may be when a step is planned.")
+    planner = _Planner(state)
+    planner.decode()
+    planner.prefill()
+    planner.admit()
+    return planner.finish()
+
+
+class _Planner:
+    def __init__(self, state: EngineState):
+        self.state = state
+        self.config = state.config
+        self.cache = state.cache
+        self.page_size = state.config.page_size
+        self.running = list(state.running)
+        self.waiting = state.waiting
+        self.counters = state.counters
+        self.tokens_left = state.config.max_step_tokens
+        self.segments_left = state.config.max_step_segments
+        self.segments: list[Segment] = []
+        self.evicted: list[EvictedSpan] = []
+        self.retracted: list[int] = []
+        self.planned: set[int] = set()  # requests with a row in this step
+        self.num_samples = 0
+
+    # Pages.
+
+    def allocate(self, num_pages: int, requester: Request, *, last_resort: bool) -> np.ndarray | None:
+        """Takes pages: free ones, then evicted ones, then, as a last resort, those of younger requests.
+
+        Returns:
+            i32[num_pages], or None if there are not that many to be had now.
+        """
+        while True:
+            short = num_pages - self.cache.device.num_free
+            if short > 0:
+                self.cache, done = eviction.evict(self.cache, short, self.config.policy)
+                self.evicted.extend(done.spans)
+                self.counters = count(self.counters, evicted_pages=done.num_pages)
+            if num_pages <= self.cache.device.num_free:
+                pool, page_ids = pages.take(self.cache.device, num_pages)
+                self.cache = dataclasses.replace(self.cache, device=pool)
+                return page_ids
+            if not last_resort or not self.retract_younger(requester):
+                return None
+
+    def retract_younger(self, requester: Request) -> bool:
+        """Sends back the youngest request that is younger than `requester` and has no row in this or a flying step."""
+        for request in reversed(self.running):
+            if request.request_id == requester.request_id:
+                return False
+            if request.request_id not in self.planned and not request.leaving and not self.flying(request):
+                self.retract(request)
+                return True
+        return False
+
+    def retract(self, request: Request) -> None:
+        """Sends a request back to the head of the queue; what it computed stays as cache."""
+        others = [other for other in self.running if other.request_id != request.request_id]
+        self.cache, again = release(self.cache, others, request, "retract")
+        assert again is not None, "a retracted request waits again"
+        self.running = others
+        self.waiting = with_retracted(self.waiting, again)
+        self.retracted.append(request.request_id)
+        self.counters = count(self.counters, retractions=1)
+
+    def flying(self, request: Request) -> bool:
+        """Whether the request has a row in a step that is not back."""
+        return bool(self.state.in_flight) and request.last_step >= self.state.in_flight[0].step
+
+    # Rows.
+
+    def add(self, request: Request, kind: SegmentKind, start: int, stop: int, sample: bool, feed: int = -1) -> None:
+        """Adds a row; the request's page table must cover it."""
+        score_stop = request.original_len - 1
+        targets = None
+        if kind is not SegmentKind.DECODE and max(start, request.score_pos) < min(stop, score_stop):
+            targets = np.full(stop - start, -1, np.int32)
+            first, last = max(start, request.score_pos), min(stop, score_stop)
+            targets[first - start : last - start] = request.prompt[first + 1 : last + 1]
+            targets = frozen(targets)
+        if kind is SegmentKind.DECODE:
+            known = stop <= len(request.prompt) + len(request.outputs)
+            token = request.outputs[start - len(request.prompt)] if known else -1
+            tokens = frozen(np.array([token], np.int32))
+        else:
+            tokens = request.prompt[start:stop]
+        num_pages = -(-stop // self.page_size)
+        self.segments.append(
+            Segment(
+                request_id=request.request_id,
+                kind=kind,
+                start=start,
+                stop=stop,
+                tokens=tokens,
+                page_table=request.page_table[:num_pages],
+                write_from=stop if kind is SegmentKind.SCORE else start,
+                sample=request.sampling if sample else None,
+                targets=targets,
+                feed=feed,
+            )
+        )
+        self.tokens_left -= stop - start
+        self.segments_left -= 1
+        self.planned.add(request.request_id)
+        self.counters = count(
+            self.counters,
+            **{_COUNTER_OF[kind]: stop - start, "phantom_segments": int(kind is SegmentKind.PHANTOM)},
+        )
+
+    def sampled(self, request: Request) -> Request:
+        """Returns the request with one more sample in flight, numbered among this step's."""
+        self.num_samples += 1
+        return dataclasses.replace(request, num_in_flight=request.num_in_flight + 1, feed=self.num_samples - 1)
+
+    def store(self, request: Request) -> None:
+        index = next(i for i, other in enumerate(self.running) if other.request_id == request.request_id)
+        self.running[index] = request
+
+    def decode(self) -> None:
+        """One token for each request whose prompt is done, oldest first."""
+        for request in tuple(self.running):
+            if request.request_id in self.retracted or request.leaving or not request.prefilled:
+                continue
+            num_sampled = request.output_len + request.num_in_flight
+            if num_sampled >= request.max_tokens or not self.tokens_left or not self.segments_left:
+                continue
+            position = request.next_pos
+            if position // self.page_size == len(request.page_table):
+                page_ids = self.allocate(1, request, last_resort=True)
+                if page_ids is None:
+                    if len(self.running) > 1 and not self.flying(request):
+                        self.retract(request)  # older requests go on and finish
+                    continue
+                table = frozen(np.concatenate([request.page_table, page_ids]))
+                request = dataclasses.replace(request, page_table=table)
+            in_flight = position >= len(request.prompt) + len(request.outputs)
+            self.add(request, SegmentKind.DECODE, position, position + 1, True, request.feed if in_flight else -1)
+            request = dataclasses.replace(request, next_pos=position + 1, last_step=self.state.next_step)
+            self.store(self.sampled(request))
+
+    def prefill(self) -> None:
+        """Goes on with admitted requests whose prompt is not done, oldest first."""
+        for request in tuple(self.running):
+            if request.request_id not in self.retracted and not request.leaving and not request.prefilled:
+                self.extend(request)
+
+    def extend(self, request: Request) -> None:
+        """Takes the front of the request's compute list, up to the budget."""
+        path_pages = request.path_stop // self.page_size
+        if (request.page_table[:path_pages] == NO_PAGE).any():
+            # Pages that another request filled since.
+            table = request.page_table.copy()
+            table[:path_pages] = radix_tree.path_page_ids(self.cache, request.pin.node_id)
+            request = dataclasses.replace(request, page_table=frozen(table))
+            owners = radix_tree.path_owners(self.cache, request.pin.node_id)
+            request = dataclasses.replace(request, num_owned=int((owners == request.request_id).sum()))
+        else:
+            owners = np.empty(0, np.int64)
+        rows: list[tuple[SegmentKind, int, int]] = []
+        tokens_left = self.tokens_left
+        while request.next_pos < len(request.prompt) and len(rows) < self.segments_left:
+            taken = self.next_span(request, owners, tokens_left)
+            if taken is None:
+                break
+            request, kind, start, stop = taken
+            if kind is None:
+                continue
+            tokens_left -= stop - start
+            if rows and rows[-1][0] is kind and rows[-1][2] == start:
+                rows[-1] = (kind, rows[-1][1], stop)
+            else:
+                rows.append((kind, start, stop))
+        if rows:
+            request = dataclasses.replace(request, last_step=self.state.next_step)
+            done = request.prefilled
+            for kind, start, stop in rows:
+                self.add(request, kind, start, stop, done and stop == len(request.prompt))
+            if done:
+                request = self.sampled(request)
+            stop = rows[-1][2]
+            if self.config.policy.insert_unit is InsertUnit.CHUNK and stop < request.path_stop:
+                self.cache = histories.split_at(self.cache, request.pin, stop // self.page_size * self.page_size)
+        self.store(request)
+
+    def next_span(
+        self, request: Request, owners: np.ndarray, tokens_left: int
+    ) -> tuple[Request, SegmentKind | None, int, int] | None:
+        """Takes the next piece of the compute list.
+
+        Returns:
+            The request past that piece, its kind (None: resident, nothing to compute) and its positions; or None when
+            nothing more can be taken in this step.
+        """
+        size, position = self.page_size, request.next_pos
+        table = request.page_table
+        path_pages = request.path_stop // size
+        page = position // size
+        if page < path_pages and table[page] != NO_PAGE:
+            missing = np.flatnonzero(table[page:path_pages] == NO_PAGE)
+            stop = (page + int(missing[0]) if len(missing) else path_pages) * size
+            score_stop = min(stop, request.original_len - 1)
+            first = max(position, request.score_pos)
+            if first >= score_stop:
+                return dataclasses.replace(request, next_pos=stop), None, position, stop
+            last = min(score_stop, first + tokens_left)
+            if last == first:
+                return None
+            after = stop if last == score_stop else last
+            return dataclasses.replace(request, next_pos=after), SegmentKind.SCORE, first, last
+        if page < path_pages:
+            if owners[page] != request.request_id:
+                return None  # another request fills it, in a later step than this
+            mine = (owners[page:path_pages] == request.request_id) & (table[page:path_pages] == NO_PAGE)
+            stop = (page + (len(mine) if mine.all() else int((~mine).argmax()))) * size
+            kind = SegmentKind.PHANTOM if position < request.match_stop else SegmentKind.REAL
+            if kind is SegmentKind.PHANTOM:
+                stop = min(stop, request.match_stop)
+        else:
+            stop, kind = len(request.prompt), SegmentKind.REAL
+        if stop - position > tokens_left:
+            # A piece that does not finish its span ends on a page border (rule 3).
+            stop = position + tokens_left // size * size
+        if stop <= position:
+            return None
+        num_pages = -(-stop // size) - page
+        page_ids = self.allocate(num_pages, request, last_resort=request.request_id == self.running[0].request_id)
+        if page_ids is None:
+            num_pages = self.cache.device.num_free
+            stop = position + num_pages * size
+            if not num_pages:
+                return None
+            page_ids = self.allocate(num_pages, request, last_resort=False)
+            assert page_ids is not None, "free pages cannot be taken"
+        if page < path_pages:
+            self.cache = histories.fill(self.cache, request.pin, position, page_ids, request.request_id)
+            new_table = table.copy()
+            new_table[page : page + num_pages] = page_ids
+            num_owned = request.num_owned - num_pages
+        else:
+            new_table, num_owned = np.concatenate([table, page_ids]), request.num_owned
+        request = dataclasses.replace(request, page_table=frozen(new_table), next_pos=stop, num_owned=num_owned)
+        return request, kind, position, stop
+
+    def admit(self) -> None:
+        """Admits waiting requests in the scheduler's order, as long as rows, tokens and pages last."""
+        if not self.waiting or not self.tokens_left or not self.segments_left:
+            return
+        matches = {}
+        if scheduler.needs_match(self.config.scheduler):
+            for request in self.waiting:
+                limit = (len(request.prompt) - 1) // self.page_size
+                found = radix_tree.match(self.cache, request.prompt, request.namespace, limit)
+                matches[request.request_id] = found
+                if self.config.policy.stamp_waiting:
+                    self.cache = histories.touch(self.cache, found)
+        state = dataclasses.replace(self.state, waiting=self.waiting)
+        for request in scheduler.ordered(state, matches):
+            if len(self.running) >= self.config.max_running or not self.tokens_left or not self.segments_left:
+                break
+            if request.request_id in self.retracted:
+                break
+            cache, admitted = admit(self.cache, self.config, request)
+            claimed = sum(claimed_pages(self.config, other) for other in (*self.running, admitted))
+            free = cache.device.num_free + evictable_pages(cache, self.config, (*self.running, admitted))
+            if claimed > free and self.running:
+                break
+            self.cache = cache
+            self.waiting = tuple(other for other in self.waiting if other.request_id != request.request_id)
+            self.running.append(admitted)
+            self.counters = count(self.counters, admitted=int(request.metrics is None))
+            self.extend(admitted)
+
+    def finish(self) -> tuple[EngineState, StepPlan | None]:
+        state = dataclasses.replace(
+            self.state,
+            cache=self.cache,
+            running=tuple(self.running),
+            waiting=self.waiting,
+            counters=self.counters,
+        )
+        if not self.segments:
+            return state, None
+        plan_ = StepPlan(
+            step=state.next_step,
+            segments=tuple(self.segments),
+            evicted=tuple(self.evicted),
+            retracted=tuple(self.retracted),
+        )
+        scored = []
+        for segment in plan_.segments:
+            if segment.targets is not None:
+                wanted = np.flatnonzero(segment.targets >= 0)
+                first = int(wanted[0])
+                reused = segment.kind is SegmentKind.SCORE
+                scored.append((segment.request_id, segment.start + first, len(wanted), first, reused))
+        flight = InFlight(
+            step=plan_.step,
+            sampled=tuple(segment.request_id for segment in plan_.segments if segment.sample is not None),
+            scored=tuple(scored),
+        )
+        state = dataclasses.replace(
+            state,
+            next_step=plan_.step + 1,
+            in_flight=(*state.in_flight, flight),
+            counters=count(state.counters, steps=1),
+        )
+        return state, plan_

@@ -1,0 +1,251 @@
+"""The cache state: a radix tree of histories with per-page residency, as a persistent value.
+
+A node is a run of whole pages of tokens. Tokens and links say what a history is; `page_ids` and `tiers` say, page by
+page, where its K/V is. Evicting, moving and refilling change residency only, so they never split a node: a split
+happens on divergence, or where a pin, a touch or an insert ends inside a node (design rule 2).
+
+Invariants, checked by `invariants.check_cache`:
+    - Every node has K/V or a pin in its subtree; what has neither is pruned at once (rule 8). So "child subtrees with
+      K/V or a pin" is simply "children".
+    - The last page of a childless, unpinned node is resident. Such a node is a leaf, and only leaves are in `leaves`.
+    - A pin counts on the node where it ends and protects the path above it. Walking up from a leaf therefore meets a
+      pin as a node with pins of its own, or as a second child.
+
+Stamps are kept where a touch ended. A parent inherits its child's stamp when the child goes, which gives every node
+the stamp it would have had if whole paths were stamped, without rewriting them.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import immutables
+import numpy as np
+
+from penelope_jax import pages
+from penelope_jax.leaf_order import LeafOrder
+from penelope_jax.pages import NO_PAGE, PagePool, Tier, frozen
+
+TOKEN_BYTES = 4
+NO_OWNER = -1
+
+
+class Node(NamedTuple):
+    """A run of whole pages below its parent. Token positions are absolute in the history."""
+
+    node_id: int
+    parent_id: int  # NO_PAGE for the root of a namespace
+    start: int  # position of its first token
+    tokens: bytes  # i32 little endian, num_pages * page_size tokens
+    page_ids: np.ndarray  # i32[num_pages], NO_PAGE where missing
+    tiers: np.ndarray  # i8[num_pages], of Tier
+    num_resident: int  # pages in some tier
+    owners: np.ndarray | None  # i64[num_pages]: request that fills a missing page, NO_OWNER elsewhere; None: nobody
+    children: immutables.Map  # first page of tokens (bytes) -> node id
+    num_pins: int  # pins that end at this node
+    stamp: int  # logical time of the last touch that ended here
+
+    @property
+    def num_pages(self) -> int:
+        return len(self.page_ids)
+
+
+class Span(NamedTuple):
+    """Positions `[start, stop)` with one residency. `owner`: the request filling it, when missing; else NO_OWNER."""
+
+    start: int
+    stop: int
+    tier: Tier
+    owner: int
+
+
+class Match(NamedTuple):
+    """What a lookup found; a query that changed nothing.
+
+    Attributes:
+        spans: in order from position 0, adjacent; the last one is resident or being filled.
+        stop: end of the last span, in tokens.
+        node_ids: nodes of the path, root first; the match may end inside the last one.
+        page_ids: i32[stop / page_size], NO_PAGE where missing.
+    """
+
+    spans: tuple[Span, ...]
+    stop: int
+    node_ids: tuple[int, ...]
+    page_ids: np.ndarray
+
+
+class Pin(NamedTuple):
+    """Receipt of a pin: it protects the path to `node_id`, up to position `stop`."""
+
+    pin_id: int
+    node_id: int
+    stop: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CacheState:
+    """Radix tree, pools and logical clock. Every old value stays valid.
+
+    Attributes:
+        page_size: tokens a page.
+        device, host: pools of the two tiers.
+        nodes: node id -> Node.
+        roots: namespace (tenant salt and weights fingerprint, rule 12) -> node id of its root.
+        leaves: evictable leaves by stamp.
+        pins: pin id -> node id, of pins that are out.
+        clock: logical time of the last touch.
+        num_resident: device pages held by the tree.
+        next_node_id, next_pin_id: ids are never used twice.
+    """
+
+    page_size: int
+    device: PagePool
+    host: PagePool
+    nodes: immutables.Map = immutables.Map()
+    roots: immutables.Map = immutables.Map()
+    leaves: LeafOrder = LeafOrder()
+    pins: immutables.Map = immutables.Map()
+    clock: int = 0
+    num_resident: int = 0
+    next_node_id: int = 0
+    next_pin_id: int = 0
+
+
+def make_cache(page_size: int, num_device_pages: int, num_host_pages: int = 0) -> CacheState:
+    """Returns an empty cache. Raises ValueError when the device pool would have no page."""
+    if num_device_pages < 1:
+        raise ValueError(f"{num_device_pages=} must be at least 1.")
+    return CacheState(page_size, pages.make_pool(num_device_pages), pages.make_pool(num_host_pages))
+
+
+def is_leaf(node: Node) -> bool:
+    """Whether eviction may start here: nothing below, no pin, and pages of its own."""
+    return not node.children and not node.num_pins and len(node.page_ids) > 0
+
+
+def as_tokens(tokens) -> np.ndarray:
+    """Returns `tokens` as a contiguous i32[n] array (the same one if it is one)."""
+    return np.ascontiguousarray(tokens, dtype=np.int32)
+
+
+def common_pages(left: bytes, right: bytes, page_size: int) -> int:
+    """Returns how many whole pages two runs of tokens have in common from their start."""
+    count = min(len(left), len(right)) // TOKEN_BYTES
+    differs = np.frombuffer(left, np.int32, count) != np.frombuffer(right, np.int32, count)
+    first = int(differs.argmax()) if count else 0
+    return (first if count and differs[first] else count) // page_size
+
+
+def walk(cache: CacheState, data: bytes, namespace: str, num_pages: int) -> tuple[list[Node], int]:
+    """Follows tokens down the tree.
+
+    Args:
+        cache: the cache.
+        data: i32 tokens as bytes, at least `num_pages` pages of them.
+        namespace: the namespace.
+        num_pages: pages to follow at most.
+
+    Returns:
+        The nodes met after the namespace's root, and how many pages of the last one match (all pages of the others do).
+    """
+    root_id = cache.roots.get(namespace)
+    path: list[Node] = []
+    if root_id is None:
+        return path, 0
+    nodes = cache.nodes
+    page_bytes = cache.page_size * TOKEN_BYTES
+    node, position, limit = nodes[root_id], 0, num_pages * page_bytes
+    while position < limit:
+        child_id = node.children.get(data[position : position + page_bytes])
+        if child_id is None:
+            break
+        node = nodes[child_id]
+        path.append(node)
+        size = len(node.tokens)
+        if position + size > limit or not data.startswith(node.tokens, position):
+            rest = data[position : min(position + size, limit)]
+            return path, common_pages(node.tokens, rest, cache.page_size)
+        position += size
+    return path, path[-1].num_pages if path else 0
+
+
+def match(cache: CacheState, tokens, namespace: str = "", max_pages: int | None = None) -> Match:
+    """Finds the longest known path of `tokens`, through holes (rule 1). Writes nothing.
+
+    Trailing missing pages that nobody is filling are not part of the match.
+
+    Args:
+        cache: the cache.
+        tokens: i32[n].
+        namespace: the namespace.
+        max_pages: pages to match at most; None: all whole pages of `tokens`.
+
+    Returns:
+        The match, whole pages only.
+    """
+    tokens = as_tokens(tokens)
+    limit = len(tokens) // cache.page_size
+    path, last_pages = walk(cache, tokens.tobytes(), namespace, limit if max_pages is None else min(limit, max_pages))
+    if not path:
+        return Match((), 0, (), frozen(np.empty(0, np.int32)))
+    page_ids = np.concatenate([*(node.page_ids for node in path[:-1]), path[-1].page_ids[:last_pages]])
+    tiers = np.concatenate([*(node.tiers for node in path[:-1]), path[-1].tiers[:last_pages]])
+    if any(node.owners is not None for node in path):
+        owners = np.concatenate([owners_of(node) for node in path])[: len(page_ids)]
+    else:
+        owners = None
+    known = page_ids != NO_PAGE if owners is None else (page_ids != NO_PAGE) | (owners != NO_OWNER)
+    if not known[-1]:
+        size = int(known.nonzero()[0][-1]) + 1 if known.any() else 0
+        page_ids, tiers, owners = page_ids[:size], tiers[:size], None if owners is None else owners[:size]
+    stop = len(page_ids) * cache.page_size
+    while path and path[-1].start >= stop:
+        path.pop()
+    spans = _spans(tiers, owners, cache.page_size)
+    return Match(spans, stop, tuple(node.node_id for node in path), frozen(page_ids.copy()))
+
+
+def owners_of(node: Node) -> np.ndarray:
+    """Returns i64[num_pages]: which request fills each page of a node."""
+    return np.full(node.num_pages, NO_OWNER, np.int64) if node.owners is None else node.owners
+
+
+def _spans(tiers: np.ndarray, owners: np.ndarray | None, page_size: int) -> tuple[Span, ...]:
+    if len(tiers) == 0:
+        return ()
+    changes = tiers[1:] != tiers[:-1]
+    if owners is not None:
+        changes = changes | (owners[1:] != owners[:-1])
+    edges = [0, *(changes.nonzero()[0] + 1).tolist(), len(tiers)]
+    return tuple(
+        Span(
+            start * page_size,
+            stop * page_size,
+            Tier(int(tiers[start])),
+            NO_OWNER if owners is None else int(owners[start]),
+        )
+        for start, stop in zip(edges, edges[1:])
+    )
+
+
+def path_nodes(cache: CacheState, node_id: int) -> list[Node]:
+    """Returns the nodes from the namespace's root (excluded) to `node_id`, in order."""
+    path = []
+    node = cache.nodes[node_id]
+    while node.parent_id != NO_PAGE:
+        path.append(node)
+        node = cache.nodes[node.parent_id]
+    path.reverse()
+    return path
+
+
+def path_page_ids(cache: CacheState, node_id: int) -> np.ndarray:
+    """Returns i32[num_pages]: the page ids of the whole path to `node_id`, NO_PAGE where missing."""
+    path = path_nodes(cache, node_id)
+    return np.concatenate([node.page_ids for node in path]) if path else np.empty(0, np.int32)
+
+
+def path_owners(cache: CacheState, node_id: int) -> np.ndarray:
+    """Returns i64[num_pages]: which request fills each page of the path to `node_id`."""
+    path = path_nodes(cache, node_id)
+    return np.concatenate([owners_of(node) for node in path]) if path else np.empty(0, np.int64)

@@ -1,0 +1,62 @@
+"""Which waiting request runs next.
+
+`lpm` runs the longest match first, as the paper's comparisons do: no ageing, ties by arrival. `lpm-cost` counts what a
+hit saves in units instead of tokens, since two equal hits differ once histories have holes, and lets what has waited
+longer than `max_wait_s` go first. `fcfs` is by arrival. Retracted requests are before all others in each of them.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from penelope_jax import cost
+from penelope_jax.pages import Tier
+from penelope_jax.radix_tree import Match
+from penelope_jax.state import EngineState, Request
+
+_Key = tuple[float, int]
+_NOTHING = Match((), 0, (), np.empty(0, np.int32))
+
+
+def _hit_tokens(state: EngineState, request: Request, found: Match) -> _Key:
+    hits = sum(span.stop - span.start for span in found.spans if span.tier is not Tier.MISSING)
+    return -hits, request.arrival
+
+
+def _saved_units(state: EngineState, request: Request, found: Match) -> _Key:
+    if state.now_s - request.arrival_s > state.config.max_wait_s:
+        return -float("inf"), request.arrival
+    hits = [(span.start, span.stop) for span in found.spans if span.tier is not Tier.MISSING]
+    return -cost.units_of(hits, state.config.linear_cost), request.arrival
+
+
+def _arrival(state: EngineState, request: Request, found: Match) -> _Key:
+    return 0.0, request.arrival
+
+
+_KEYS: dict[str, Callable[[EngineState, Request, Match], _Key]] = {
+    "lpm": _hit_tokens,
+    "lpm-cost": _saved_units,
+    "fcfs": _arrival,
+}
+
+
+def needs_match(scheduler: str) -> bool:
+    """Whether the order depends on what the cache holds."""
+    return scheduler != "fcfs"
+
+
+def ordered(state: EngineState, matches: dict[int, Match]) -> tuple[Request, ...]:
+    """Returns the waiting requests, next one first.
+
+    Args:
+        state: the engine.
+        matches: request id -> what the cache holds of it; may be empty under `fcfs`.
+    """
+    key = _KEYS[state.config.scheduler]
+
+    def order(request: Request):
+        found = matches.get(request.request_id, _NOTHING)
+        return request.num_retractions == 0, *key(state, request, found)
+
+    return tuple(sorted(state.waiting, key=order))
