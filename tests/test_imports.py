@@ -19,7 +19,7 @@ FOLDERS = {
 # (the cache and the pure engine) and imports the standard library, numpy, immutables and other policy files.
 LAYERS = (
     ("kernels", "kernels.*"),
-    ("tokenizer", "models", "models.*"),
+    ("chat_template", "tokenizer", "models", "models.*"),
     ("batch", "sampling", "forward", "transfer"),
     ("executor",),
     ("driver", "metrics"),
