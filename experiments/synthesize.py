@@ -4,15 +4,22 @@ Every quantity is drawn from quantiles measured on recorded coding-agent session
 interpolated on a log scale. A session: a prefix shared by all, a first prompt, then turns that add a tool result or a
 human message behind the reply. Now and then a turn diverges: the client edited its recent history, or compacted it to
 the shared prefix and a summary.
+
+    python -m penelope_jax.experiments.synthesize --sessions 4 --turns 40 --context 2048 --scale 16 --out trace.jsonl
 """
 
+import argparse
 import dataclasses
 import statistics
 from collections.abc import Sequence
 
 import numpy as np
 
+from penelope_jax.errors import bad_input
+from penelope_jax.experiments import command
+from penelope_jax.experiments.engine_options import check_output
 from penelope_jax.experiments.sessions import Piece, Session, Turn
+from penelope_jax.experiments.traces import write_jsonl
 
 Quantiles = tuple[tuple[float, float], ...]
 
@@ -171,3 +178,40 @@ def _correlated(rng: np.random.Generator, correlation: float) -> Sequence[float]
     second = correlation * first + (1 - correlation**2) ** 0.5 * second
     normal = statistics.NormalDist()
     return normal.cdf(first), normal.cdf(second)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of the command."""
+    default = SynthesisOptions()
+    parser.add_argument("--out", required=True, metavar="FILE", help="a .jsonl or .jsonl.gz file")
+    parser.add_argument("--sessions", type=int, default=default.sessions, metavar="N", help="how many (4)")
+    parser.add_argument("--turns", type=int, metavar="N", help="requests of each session; default: drawn")
+    parser.add_argument("--context", type=int, default=default.context, metavar="N", help="a session ends before it")
+    parser.add_argument("--scale", type=int, default=default.scale, metavar="K", help="divide token counts by K")
+    parser.add_argument(
+        "--shared-prefix", type=int, default=default.shared_prefix, metavar="N", help="tokens shared, before scaling"
+    )
+    parser.add_argument("--human-share", type=float, default=default.human_share, metavar="X")
+    parser.add_argument("--divergence-rate", type=float, default=default.divergence_rate, metavar="X")
+    parser.add_argument("--compaction-share", type=float, default=default.compaction_share, metavar="X")
+    parser.add_argument("--seed", type=int, default=default.seed, metavar="N")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command; returns its exit code."""
+    check_output("--out", args.out)
+    with bad_input():
+        if not args.out.endswith((".jsonl", ".jsonl.gz")):
+            raise ValueError(f"--out {args.out}: the name must end in .jsonl or .jsonl.gz.")
+        names = [field.name for field in dataclasses.fields(SynthesisOptions)]
+        options = SynthesisOptions(**{name: getattr(args, name) for name in names})
+        sessions = synthesize(options)
+        write_jsonl(sessions, args.out)
+    num_requests = sum(len(session.turns) for session in sessions)
+    longest = max(turn.history_len for session in sessions for turn in session.turns)
+    print(f"{args.out}: {len(sessions)} sessions, {num_requests} requests, longest history {longest:,} tokens.")
+    return 0
+
+
+if __name__ == "__main__":
+    command.start_module("synthesize", "Draw agent sessions and write them as a trace.", add_flags, run)

@@ -172,13 +172,15 @@ def _read_request(entry: Any, block_size: int) -> _Request:
     if not isinstance(entry, dict):
         raise ValueError(f"must be an object, not {type(entry).__name__}.")
     if entry.get("type") not in ("n", "s"):
-        raise ValueError(f"'type' must be \"n\", \"s\" or \"subagent\", not {entry.get('type')!r}.")
+        raise ValueError(f'\'type\' must be "n", "s" or "subagent", not {entry.get("type")!r}.')
     prompt_len, output_len = _whole("in", entry.get("in"), 1), _whole("out", entry.get("out"), 0)
     ids = entry.get("hash_ids")
     if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < 2**63 for i in ids):
         raise ValueError("'hash_ids' must be a list of whole numbers of at least 0.")
     if len(ids) != prompt_len // block_size:
-        raise ValueError(f"{len(ids)} hash_ids do not fit in={prompt_len}, which has {prompt_len // block_size} blocks.")
+        raise ValueError(
+            f"{len(ids)} hash_ids do not fit in={prompt_len}, which has {prompt_len // block_size} blocks."
+        )
     for key in ("think_time", "api_time"):
         value = entry.get(key, 0)
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:

@@ -1,0 +1,305 @@
+"""The flags that commands share, and what they make: a trace, a model, an engine configuration, an executor.
+
+Nothing here imports jax before a model is loaded, so that `penelope --help` and bad flags answer at once.
+"""
+
+import argparse
+import dataclasses
+import math
+import pathlib
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import penelope_jax
+from penelope_jax import config as config_lib
+from penelope_jax.config import EngineConfig, InsertUnit, Policy
+from penelope_jax.errors import InputError, bad_input
+from penelope_jax.experiments.sessions import Session
+from penelope_jax.experiments.traces import SUBAGENTS, ReadOptions, Trace, read_traces
+
+if TYPE_CHECKING:
+    from penelope_jax.executor import JaxExecutor
+    from penelope_jax.models.registry import LoadedModel
+
+PRESSURE = 0.45  # default device pool, as a share of what the live sessions need in the end
+HEADROOM = 1.5  # and at least this many times the longest request
+MAX_STEP_TOKENS = 8192  # SGLang's prefill chunk, which sets the node size of its tree
+
+
+def add_trace_flags(parser: argparse.ArgumentParser, nargs: str = "+") -> None:
+    """Adds TRACE... and the flags that say how traces are read."""
+    parser.add_argument(
+        "trace", nargs=nargs, metavar="TRACE", help="file or folder: .jsonl (ours), .json (Weka); or .gz"
+    )
+    group = parser.add_argument_group("traces")
+    group.add_argument(
+        "--scale", type=int, default=1, metavar="K", help="divide token counts by K, a power of two <= 64"
+    )
+    group.add_argument(
+        "--shared-prefix",
+        type=int,
+        metavar="N",
+        help="Weka files: the first N trace tokens are the same in all sessions",
+    )
+    group.add_argument("--max-turns", type=int, metavar="N", help="end each session after N turns")
+    group.add_argument("--max-delay-s", type=float, default=math.inf, metavar="S", help="cut longer delays to S")
+    group.add_argument("--time-scale", type=float, default=1.0, metavar="X", help="multiply delays by X")
+    group.add_argument(
+        "--subagents", default="skip", metavar="|".join(SUBAGENTS), help="Weka subagents: skip, or separate sessions"
+    )
+    group.add_argument("--skip-bad", action="store_true", help="leave out broken entries, and say how many")
+
+
+def add_engine_flags(parser: argparse.ArgumentParser, *, model: str | None = None, page_size: int = 64) -> None:
+    """Adds the flags of model, cache and engine. `--model` is required unless `model` gives a default."""
+    group = parser.add_argument_group("model and engine")
+    group.add_argument(
+        "--model",
+        required=model is None,
+        default=model,
+        metavar="M",
+        help="Hugging Face directory, .gguf file, smollm2, or random:NAME",
+    )
+    group.add_argument("--dtype", metavar="float32|bfloat16", help="of weights and K/V; default: what the model says")
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="of random weights")
+    group.add_argument(
+        "--device-tokens",
+        type=int,
+        metavar="N",
+        help="device pool; default: max(1.5 x the longest request, 45 %% of what the live sessions need in the end)",
+    )
+    group.add_argument("--host-tokens", type=int, default=0, metavar="N", help="host pool; 0: none")
+    group.add_argument(
+        "--page-size", type=int, default=page_size, metavar="N", help=f"tokens a page, a power of two ({page_size})"
+    )
+    group.add_argument("--sessions", type=int, default=4, metavar="N", help="sessions live at once")
+    group.add_argument("--scheduler", default="lpm", metavar="|".join(config_lib.SCHEDULERS), help="who runs next")
+    group.add_argument(
+        "--max-wait-s", type=float, default=60.0, metavar="S", help="lpm-cost: who waited longer is first"
+    )
+    group.add_argument(
+        "--max-context", type=int, metavar="N", help="longest prompt and reply; a session ends before it"
+    )
+    group.add_argument("--max-step-tokens", type=int, metavar="N", help="token budget of a step (the prefill chunk)")
+    group.add_argument("--insert-unit", metavar="chunk|prompt", help="what makes a tree node, for the baselines")
+
+
+def read_options(args: argparse.Namespace, max_context: int | None) -> ReadOptions:
+    """Returns how `args` want traces read."""
+    with bad_input():
+        return ReadOptions(
+            scale=args.scale,
+            shared_prefix=args.shared_prefix,
+            max_context=max_context,
+            max_turns=args.max_turns,
+            max_delay_s=args.max_delay_s,
+            time_scale=args.time_scale,
+            subagents=args.subagents,
+            skip_bad=args.skip_bad,
+        )
+
+
+def load_trace(args: argparse.Namespace, max_context: int) -> Trace:
+    """Reads the traces that `args` name; says on stderr what was left out."""
+    with bad_input():
+        trace = read_traces(args.trace, read_options(args, max_context))
+    for line in (*trace.problems, *trace.duplicates):
+        print(f"left out: {line}", file=sys.stderr)
+    if trace.problems:
+        print(f"left out {len(trace.problems)} broken entries.", file=sys.stderr)
+    return trace
+
+
+def load_model(args: argparse.Namespace) -> "LoadedModel":
+    """Loads the model that `args` name, after the cheap checks of the other flags."""
+    check_flags(args)
+    from penelope_jax.models import registry
+
+    with bad_input("--model"):
+        return registry.load_model(args.model, dtype=args.dtype, seed=args.seed)
+
+
+def check_flags(args: argparse.Namespace) -> None:
+    """Raises InputError for values that are wrong whatever the model and the trace."""
+    with bad_input():
+        if args.seed < 0:
+            raise ValueError(f"seed={args.seed} must be at least 0.")
+        config_lib.check_page_size(args.page_size)
+        insert_unit(args)
+        if args.sessions < 1:
+            raise ValueError(f"sessions={args.sessions} must be at least 1.")
+        for name in ("max_context", "max_step_tokens"):
+            value = getattr(args, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value} must be at least 1.")
+        # The rest is checked by the configuration itself; a stand-in pool is used where the real one is not known yet.
+        size = args.page_size
+        EngineConfig(
+            device_tokens=size if args.device_tokens is None else args.device_tokens,
+            host_tokens=args.host_tokens,
+            page_size=size,
+            scheduler=args.scheduler,
+            max_wait_s=args.max_wait_s,
+            max_step_tokens=size if args.max_step_tokens is None else args.max_step_tokens,
+        )
+
+
+def insert_unit(args: argparse.Namespace) -> InsertUnit | None:
+    """Returns the insert unit that `args` name, or None. Raises ValueError for one that does not exist."""
+    if args.insert_unit is None:
+        return None
+    known = {unit.value: unit for unit in InsertUnit}
+    if args.insert_unit not in known:
+        raise ValueError(f"unknown insert_unit={args.insert_unit!r}; known: {', '.join(known)}.")
+    return known[args.insert_unit]
+
+
+def policies(args: argparse.Namespace, names: str) -> list[Policy]:
+    """Returns the policies in a comma-separated list, with the insert unit that `args` want."""
+    with bad_input():
+        unit = insert_unit(args)
+        found = [config_lib.policy_named(name.strip()) for name in names.split(",")]
+        if len({policy.name for policy in found}) < len(found):
+            raise ValueError(f"--policy {names}: a policy is named twice.")
+    return [policy if unit is None else dataclasses.replace(policy, insert_unit=unit) for policy in found]
+
+
+def context_limit(args: argparse.Namespace, model: "LoadedModel") -> int:
+    """Returns the longest prompt and reply: `--max-context`, or what the model was made for."""
+    limit = model.config.max_context
+    if args.max_context is None:
+        return limit
+    if args.max_context > limit:
+        raise InputError(f"--max-context {args.max_context} must be at most {limit}, the context of {model.name}.")
+    return args.max_context
+
+
+def working_set(sessions: Sequence[Session], num_live: int) -> tuple[int, int]:
+    """Returns (tokens of the longest request, tokens that `num_live` sessions need in the end).
+
+    What sessions share in front is counted once; of all sessions the `num_live` longest are taken.
+    """
+    longest = [max(turn.history_len for turn in session.turns) for session in sessions]
+    order = sorted(range(len(sessions)), key=lambda i: -longest[i])[:num_live]
+    needed, seen = 0, []
+    for index in order:
+        pieces = sessions[index].turns[0].new
+        shared = 0
+        for other in seen:
+            common = 0
+            for mine, theirs in zip(pieces, other, strict=False):
+                if mine.label != theirs.label or mine.start != theirs.start:
+                    break
+                common += min(mine.stop, theirs.stop) - mine.start
+                if mine.stop != theirs.stop:
+                    break
+            shared = max(shared, common)
+        seen.append(pieces)
+        needed += longest[index] - shared
+    return max(longest), needed
+
+
+def engine_config(
+    args: argparse.Namespace, model: "LoadedModel", sessions: Sequence[Session], policy: Policy, max_context: int
+) -> EngineConfig:
+    """Returns the configuration for replaying `sessions`; checks that every request fits the pool.
+
+    Raises:
+        InputError: a value is wrong, or a request can never run; the message says which.
+    """
+    size = args.page_size
+    longest, needed = working_set(sessions, args.sessions)
+    device_tokens = args.device_tokens
+    if device_tokens is None:
+        device_tokens = whole_pages(max(HEADROOM * longest + size, PRESSURE * needed), size)
+    step_tokens = args.max_step_tokens or whole_pages(min(MAX_STEP_TOKENS, max_context), size)
+    with bad_input():
+        config = EngineConfig(
+            device_tokens=device_tokens,
+            host_tokens=args.host_tokens,
+            page_size=size,
+            policy=policy,
+            scheduler=args.scheduler,
+            max_wait_s=args.max_wait_s,
+            max_context=max_context,
+            max_running=args.sessions,
+            max_step_tokens=step_tokens,
+            max_step_segments=max(32, 4 * args.sessions),
+            linear_cost=model.config.linear_cost,
+            vocab_size=model.config.vocab_size,
+        )
+    from penelope_jax.admission import refusal
+
+    for session in sessions:
+        for index, turn in enumerate(session.turns):
+            message = refusal(config, turn.prompt_len, turn.output_len)
+            if message is not None:
+                raise InputError(f"session {session.session_id!r}, turn {index}: {message}")
+    return config
+
+
+def whole_pages(tokens: float, page_size: int) -> int:
+    """Returns `tokens` rounded up to whole pages."""
+    return math.ceil(tokens / page_size) * page_size
+
+
+def make_executor(
+    model: "LoadedModel", config: EngineConfig, *, num_pages: int | None = None, **options: Any
+) -> "JaxExecutor":
+    """Returns an executor with room for `config`, or for `num_pages`."""
+    from penelope_jax.executor import JaxExecutor
+
+    with bad_input(f"a pool of {num_pages or config.num_device_pages} pages"):
+        return JaxExecutor(
+            model.config,
+            model.params,
+            num_pages=num_pages or config.num_device_pages,
+            page_size=config.page_size,
+            max_context=config.max_context,
+            max_segments=config.max_step_segments,
+            max_step_tokens=config.max_step_tokens,
+            **options,
+        )
+
+
+def config_document(config: EngineConfig, **more: Any) -> dict[str, Any]:
+    """Returns `config`, and what else was chosen, ready for JSON."""
+    document = dataclasses.asdict(config)
+    policy = document.pop("policy")
+    document["policy"] = policy["name"]
+    document["insert_unit"] = policy["insert_unit"].value
+    return document | more
+
+
+def environment() -> dict[str, Any]:
+    """Returns commit, jax version and device of this process."""
+    import jax
+
+    devices = jax.devices()
+    return {"commit": commit(), "jax": jax.__version__, "device": f"{len(devices)} x {devices[0].device_kind}"}
+
+
+def commit() -> str | None:
+    """Returns the commit of the source tree, with a mark when files differ from it; None outside of one."""
+    root = pathlib.Path(penelope_jax.__file__).parents[1]
+    if not (root / "pyproject.toml").is_file():
+        return None
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return result.stdout.strip() or None
+
+
+def check_output(flag: str, path: str | None) -> None:
+    """Raises InputError when a result could not be written to `path`, the value of `flag`, later."""
+    if path is None:
+        return
+    target = pathlib.Path(path)
+    if target.is_dir():
+        raise InputError(f"{flag} {path}: is a folder.")
+    if not target.parent.is_dir():
+        raise InputError(f"{flag} {path}: there is no folder {target.parent}.")

@@ -1,0 +1,248 @@
+"""`penelope replay`: a trace on the real engine in real time, in a closed loop, under one policy or several."""
+
+import argparse
+import contextlib
+import dataclasses
+import hashlib
+import pathlib
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tqdm
+
+from penelope_jax.config import EngineConfig
+from penelope_jax.driver import Driver, Executor
+from penelope_jax.experiments import engine_options
+from penelope_jax.experiments.closed_loop import Call, ClosedLoop, RealClock, play
+from penelope_jax.experiments.sessions import Session
+from penelope_jax.metrics import Recorder, RequestRecord, summarize, write_json, write_records
+from penelope_jax.state import EngineCounters
+
+INTERRUPTED = 130  # exit code after Ctrl-C, as shells have it
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Replay:
+    """What one replay measured.
+
+    Attributes:
+        records: one for each request that ended.
+        counters: the engine's totals.
+        fingerprint: hash of all sampled tokens by session and turn; equal fingerprints are equal outputs.
+        wall_s: duration.
+        partial: whether it was stopped before the end.
+    """
+
+    records: tuple[RequestRecord, ...]
+    counters: EngineCounters
+    fingerprint: str
+    wall_s: float
+    partial: bool
+
+
+class Fingerprint:
+    """A hash of outputs that does not depend on the order in which requests ended."""
+
+    def __init__(self):
+        self._digests: dict[tuple[str, int], bytes] = {}
+
+    def add(self, session_id: str, turn: int, tokens: np.ndarray) -> None:
+        """Notes the reply, i32[output_len], to one turn."""
+        self._digests[session_id, turn] = hashlib.sha256(np.ascontiguousarray(tokens, np.int32).tobytes()).digest()
+
+    def hexdigest(self) -> str:
+        """Returns the hash of all replies noted so far."""
+        total = hashlib.sha256()
+        for (session_id, turn), digest in sorted(self._digests.items()):
+            total.update(f"{session_id}\0{turn}\0".encode() + digest)
+        return total.hexdigest()
+
+
+@contextlib.contextmanager
+def stop_on_interrupt(clock: RealClock) -> Iterator[threading.Event]:
+    """Yields an event that the first Ctrl-C sets, ending a wait of `clock`; the second raises KeyboardInterrupt."""
+    stopped = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stopped
+        return
+    before = signal.getsignal(signal.SIGINT)
+
+    def handle(_signal: int, _frame: object) -> None:
+        stopped.set()
+        clock.stop()
+        signal.signal(signal.SIGINT, before)
+
+    signal.signal(signal.SIGINT, handle)
+    try:
+        yield stopped
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def run_replay(
+    config: EngineConfig, executor: Executor, sessions: Sequence[Session], num_live: int, *, label: str = "replay"
+) -> Replay:
+    """Replays sessions in real time; Ctrl-C ends it early.
+
+    Args:
+        config: of the engine; a new one starts with an empty cache.
+        executor: warmed up, with at least the configuration's pages.
+        sessions: what to replay.
+        num_live: sessions alive at once.
+        label: of the progress bar, which shows on a terminal only.
+    """
+    clock = RealClock()
+    driver = Driver(config, executor, clock=clock)
+    recorder = Recorder(config.page_size, config.linear_cost)
+    loop = ClosedLoop(sessions, num_live, config.vocab_size)
+    fingerprint = Fingerprint()
+    num_requests = sum(len(session.turns) for session in sessions)
+    with (
+        stop_on_interrupt(clock) as stopped,
+        tqdm.tqdm(total=num_requests, desc=label, unit="req", disable=not sys.stderr.isatty()) as bar,
+    ):
+
+        def finished(call: Call, reply: np.ndarray) -> None:
+            fingerprint.add(call.session_id, call.turn, reply)
+            bar.update()
+
+        complete = play(driver, loop, recorder, clock, on_finish=finished, stop=stopped.is_set)
+    return Replay(
+        records=tuple(recorder.records),
+        counters=driver.state.counters,
+        fingerprint=fingerprint.hexdigest(),
+        wall_s=clock(),
+        partial=not complete,
+    )
+
+
+def summary(
+    replay: Replay, sessions: Sequence[Session], config: dict[str, Any], run: dict[str, Any], per_request: str | None
+) -> dict[str, Any]:
+    """Returns the JSON document of a replay."""
+    return summarize(
+        replay.records,
+        num_turns={session.session_id: len(session.turns) for session in sessions},
+        evicted_pages=replay.counters.evicted_pages,
+        config=config,
+        run={
+            **run,
+            "partial": replay.partial,
+            "wall_s": replay.wall_s,
+            "fingerprint": replay.fingerprint,
+            "steps": replay.counters.steps,
+            "phantom_segments": replay.counters.phantom_segments,
+            "retractions": replay.counters.retractions,
+        },
+        per_request=per_request,
+    )
+
+
+_COLUMNS = (
+    ("policy", "<", lambda d: d["config"]["policy"]),
+    ("requests", ">", lambda d: f"{d['requests']:,}"),
+    ("TTFT mean s", ">", lambda d: _seconds(d["ttft_s"]["mean"])),
+    ("p50 s", ">", lambda d: _seconds(d["ttft_s"]["p50"])),
+    ("p90 s", ">", lambda d: _seconds(d["ttft_s"]["p90"])),
+    ("JCT mean s", ">", lambda d: _seconds(d["jct_s"]["mean"])),
+    ("hit rate", ">", lambda d: "-" if d["hit_rate"] is None else f"{d['hit_rate']:.1%}"),
+    ("recomputed tokens", ">", lambda d: f"{d['run']['recomputed_tokens']:,}"),
+    ("recomputed units", ">", lambda d: f"{d['recompute_units']:.3e}"),
+    ("evicted pages", ">", lambda d: f"{d['evicted_pages']:,}"),
+    ("outputs", "<", lambda d: d["run"]["fingerprint"][:10]),
+)
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def table(documents: Sequence[dict[str, Any]]) -> str:
+    """Returns the comparison of several replays as text, one line each."""
+    rows = [[name for name, _, _ in _COLUMNS]]
+    for document in documents:
+        rows.append([text(document) for _, _, text in _COLUMNS])
+        if document["run"]["partial"]:
+            rows[-1][0] += " (partial)"
+    widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
+    aligned = [
+        "  ".join(f"{cell:{align}{width}}" for cell, (_, align, _), width in zip(row, _COLUMNS, widths, strict=True))
+        for row in rows
+    ]
+    return "\n".join(line.rstrip() for line in aligned)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of the command."""
+    engine_options.add_trace_flags(parser)
+    engine_options.add_engine_flags(parser)
+    parser.add_argument("--policy", default="penelope", metavar="NAME,...", help="one or several, compared in a table")
+    parser.add_argument("--deterministic", action="store_true", help="results do not depend on what else runs")
+    parser.add_argument("--json", metavar="FILE", help="write the summary here, and one line a request beside it")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command; returns its exit code."""
+    policies = engine_options.policies(args, args.policy)
+    engine_options.check_output("--json", args.json)
+    engine_options.check_flags(args)
+    model = engine_options.load_model(args)
+    max_context = engine_options.context_limit(args, model)
+    trace = engine_options.load_trace(args, max_context)
+    configs = [engine_options.engine_config(args, model, trace.sessions, policy, max_context) for policy in policies]
+    print(
+        f"{len(trace.sessions)} sessions, {trace.num_requests} requests; {model.name}; device pool "
+        f"{configs[0].device_tokens:,} tokens; {args.sessions} sessions live."
+    )
+    executor = engine_options.make_executor(model, configs[0], deterministic=args.deterministic)
+    num_programs = executor.warm_up()
+    environment = engine_options.environment()
+
+    documents = []
+    for config in configs:
+        compiled = executor.num_compilations
+        replay = run_replay(config, executor, trace.sessions, args.sessions, label=config.policy.name)
+        settings = engine_options.config_document(
+            config,
+            model=model.name,
+            dtype=model.config.dtype,
+            deterministic=args.deterministic,
+            sessions=args.sessions,
+            trace=[str(path) for path in args.trace],
+            **dataclasses.asdict(engine_options.read_options(args, max_context)),
+        )
+        settings["max_delay_s"] = None if settings["max_delay_s"] == float("inf") else settings["max_delay_s"]
+        run_info = {
+            "seed": args.seed,
+            **environment,
+            "trace_sha256": trace.sha256,
+            "skipped_entries": len(trace.problems),
+            "programs": num_programs,
+            "compiled_in_run": executor.num_compilations - compiled,
+        }
+        per_request = _records_file(args.json, config.policy.name, len(configs))
+        documents.append(summary(replay, trace.sessions, settings, run_info, per_request))
+        if per_request is not None:
+            write_records(per_request, replay.records)
+        if replay.partial:
+            print("Interrupted: what was measured so far follows.")
+            break
+    print(table(documents))
+    if len(documents) > 1 and not documents[-1]["run"]["partial"]:
+        same = len({document["run"]["fingerprint"] for document in documents}) == 1
+        print(f"Outputs are {'identical' if same else 'different'} under these policies.")
+    if args.json:
+        write_json(args.json, documents[0] if len(configs) == 1 else documents)
+    return INTERRUPTED if documents[-1]["run"]["partial"] else 0
+
+
+def _records_file(json_file: str | None, policy: str, num_policies: int) -> str | None:
+    if json_file is None:
+        return None
+    path = pathlib.Path(json_file)
+    middle = f".{policy}" if num_policies > 1 else ""
+    return str(path.with_name(f"{path.name.removesuffix('.json')}{middle}.requests.jsonl"))
