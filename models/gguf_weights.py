@@ -190,12 +190,15 @@ class GgufFile:
             raise ValueError(f"{self.path}: tokenizer {kind!r} is not supported; supported: gpt2 (byte-level BPE).")
         tokens = self._needed("tokenizer.ggml.tokens")
         kinds = self.field("tokenizer.ggml.token_type", [1] * len(tokens))
+        pre_tokenizer = self.field("tokenizer.ggml.pre", "gpt-2")
+        adds_bos = self.field("tokenizer.ggml.add_bos_token", pre_tokenizer == "llama-bpe")
         tokenizer = byte_level_bpe(
             tokens,
             self._needed("tokenizer.ggml.merges"),
-            pre_tokenizer=self.field("tokenizer.ggml.pre", "gpt-2"),
+            pre_tokenizer=pre_tokenizer,
             special_ids=[i for i, kind in enumerate(kinds) if kind == _CONTROL],
             added_ids=[i for i, kind in enumerate(kinds) if kind == _USER_DEFINED],
+            bos_id=self.field("tokenizer.ggml.bos_token_id") if adds_bos else None,
             where=str(self.path),
         )
         special_tokens = {}

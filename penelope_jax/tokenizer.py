@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import tokenizers
-from tokenizers import decoders, models, normalizers, pre_tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from penelope_jax.chat_template import ChatTemplate
 from penelope_jax.models.config import read_json
@@ -187,6 +187,7 @@ def byte_level_bpe(
     pre_tokenizer: str,
     special_ids: Iterable[int],
     added_ids: Iterable[int] = (),
+    bos_id: int | None = None,
     where: str,
 ) -> tokenizers.Tokenizer:
     """Builds the tokenizer of a byte-level BPE vocabulary.
@@ -197,6 +198,7 @@ def byte_level_bpe(
         pre_tokenizer: how text is split first, by GGUF's name.
         special_ids: tokens matched whole in the text, and left out of decoded text.
         added_ids: tokens matched whole in the text and kept.
+        bos_id: the token that `add_special_tokens` puts before a text; None for none.
         where: what to name in errors.
 
     Raises:
@@ -220,6 +222,10 @@ def byte_level_bpe(
         [tokenizers.AddedToken(tokens[i], special=True, normalized=False) for i in sorted(special_ids)]
     )
     tokenizer.add_tokens([tokenizers.AddedToken(tokens[i], special=False, normalized=False) for i in sorted(added_ids)])
+    if bos_id is not None:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=[tokens[bos_id], "$A"], special_tokens=[(tokens[bos_id], bos_id)]
+        )
     return tokenizer
 
 
