@@ -102,10 +102,10 @@ def check_tensors(
     """Raises one ValueError unless `stored` holds exactly the expected names, and of the expected shapes."""
     missing = [name for name in expected if name not in stored]
     if missing:
-        raise ValueError(f"{where}: {len(missing)} tensors are missing: {_some(missing)}.")
+        raise ValueError(f"{where}: missing tensors ({len(missing)}): {_some(missing)}.")
     unexpected = sorted(set(stored) - set(expected) - set(ignored))
     if unexpected:
-        raise ValueError(f"{where}: {len(unexpected)} tensors are not part of this model: {_some(unexpected)}.")
+        raise ValueError(f"{where}: tensors that are not part of this model ({len(unexpected)}): {_some(unexpected)}.")
     for name, shape in expected.items():
         if stored[name].shape != shape:
             found = list(stored[name].shape)

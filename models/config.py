@@ -158,8 +158,8 @@ def from_hf_config(hf: Mapping[str, Any], where: str) -> ModelConfig:
     num_heads = _field(hf, "num_attention_heads", where)
     hidden_size = _field(hf, "hidden_size", where)
     head_dim = hf.get("head_dim") or architecture.default_head_dim(hidden_size, num_heads)
-    rope = hf.get("rope_parameters") or {}
-    rope_theta = rope.get("rope_theta", hf.get("rope_theta", architecture.DEFAULT_ROPE_THETA))
+    rope = _object(hf, "rope_parameters", where)
+    theta_holder = rope if "rope_theta" in rope else hf
     stored = hf.get("dtype") or hf.get("torch_dtype") or "float32"
     try:
         return ModelConfig(
@@ -171,9 +171,9 @@ def from_hf_config(hf: Mapping[str, Any], where: str) -> ModelConfig:
             num_kv_heads=hf.get("num_key_value_heads") or num_heads,
             head_dim=head_dim,
             mlp_size=_field(hf, "intermediate_size", where),
-            rope_theta=float(rope_theta),
-            rope_scaling=_rope_scaling(rope or hf.get("rope_scaling") or {}, where),
-            norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
+            rope_theta=_number(theta_holder, "rope_theta", where, architecture.DEFAULT_ROPE_THETA),
+            rope_scaling=_rope_scaling(rope or _object(hf, "rope_scaling", where), where),
+            norm_eps=_number(hf, "rms_norm_eps", where, 1e-6),
             tied_embeddings=bool(hf.get("tie_word_embeddings", False)),
             max_context=_field(hf, "max_position_embeddings", where),
             qk_norm=architecture.QK_NORM,
@@ -188,6 +188,20 @@ def _field(hf: Mapping[str, Any], name: str, where: str) -> Any:
     if hf.get(name) is None:
         raise ValueError(f"{where}: field {name!r} is missing.")
     return hf[name]
+
+
+def _object(hf: Mapping[str, Any], name: str, where: str) -> Mapping[str, Any]:
+    value = hf.get(name) or {}
+    if isinstance(value, Mapping):
+        return value
+    raise ValueError(f"{where}: {name}={value!r} must be an object.")
+
+
+def _number(hf: Mapping[str, Any], name: str, where: str, default: float | None = None) -> float:
+    value = _field(hf, name, where) if default is None or hf.get(name) is not None else default
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    raise ValueError(f"{where}: {name}={value!r} must be a number.")
 
 
 def _refuse_other_attention(hf: Mapping[str, Any], where: str) -> None:
@@ -215,8 +229,7 @@ def _refuse_unsupported_values(hf: Mapping[str, Any], where: str) -> None:
     activation = hf.get("hidden_act", "silu")
     if activation != "silu":
         raise ValueError(f"{where}: hidden_act={activation!r} is not supported; must be 'silu'.")
-    rope = hf.get("rope_parameters") or {}
-    rotary = rope.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0))
+    rotary = _object(hf, "rope_parameters", where).get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0))
     if rotary != 1.0:
         raise ValueError(f"{where}: partial_rotary_factor={rotary} is not supported; must be 1.")
     for name in ("mlp_bias", "quantization_config"):
@@ -226,13 +239,14 @@ def _refuse_unsupported_values(hf: Mapping[str, Any], where: str) -> None:
 
 def _rope_scaling(rope: Mapping[str, Any], where: str) -> RopeScaling | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
+    place = f"{where}: rope scaling"
     if kind == "default":
         return None
     if kind == "linear":
-        return RopeScaling(kind="linear", factor=float(_field(rope, "factor", f"{where}: rope scaling")))
+        return RopeScaling(kind="linear", factor=_number(rope, "factor", place))
     if kind == "llama3":
-        numbers = {name: float(_field(rope, name, f"{where}: rope scaling")) for name in llama.ROPE_SCALING_FIELDS}
-        original = _field(rope, "original_max_position_embeddings", f"{where}: rope scaling")
+        numbers = {name: _number(rope, name, place) for name in llama.ROPE_SCALING_FIELDS}
+        original = _number(rope, "original_max_position_embeddings", place)
         return RopeScaling(kind="llama3", original_max_context=int(original), **numbers)
     raise ValueError(
         f"{where}: rope scaling {kind!r} is not supported in this version; supported: default, linear, llama3."

@@ -85,6 +85,12 @@ class GgufFile:
             raise ValueError(f"{self.path}: metadata {name!r} is missing.")
         return self.field(name)
 
+    def _integer(self, name: str, default: int | None = None) -> int:
+        value = self._needed(name) if default is None else self.field(name, default)
+        if isinstance(value, int):
+            return value
+        raise ValueError(f"{self.path}: metadata {name}={value!r} must be one integer for all layers.")
+
     def model_config(self, dtype: str | None = None) -> ModelConfig:
         """Returns the model's shape; `dtype` is `float32` unless given.
 
@@ -103,29 +109,29 @@ class GgufFile:
             )
         if self.field(f"{name}.expert_count"):
             raise ValueError(f"{self.path}: mixture of experts is not supported in this version.")
-        num_heads = self._needed(f"{name}.attention.head_count")
-        hidden_size = self._needed(f"{name}.embedding_length")
-        head_dim = self.field(f"{name}.attention.key_length") or hidden_size // num_heads
+        num_heads = self._integer(f"{name}.attention.head_count")
+        hidden_size = self._integer(f"{name}.embedding_length")
+        head_dim = self._integer(f"{name}.attention.key_length", hidden_size // max(num_heads, 1))
         if self.field(f"{name}.rope.dimension_count", head_dim) != head_dim:
             raise ValueError(f"{self.path}: rotating a part of each head is not supported; {head_dim=}.")
         embed = self._tensors.get(_TOP_TENSORS["embed"])
         if embed is None:
-            raise ValueError(f"{self.path}: 1 tensors are missing: {_TOP_TENSORS['embed']}.")
+            raise ValueError(f"{self.path}: missing tensors (1): {_TOP_TENSORS['embed']}.")
         try:
             return ModelConfig(
                 architecture=name,
                 vocab_size=int(embed.shape[1]),
                 hidden_size=hidden_size,
-                num_layers=self._needed(f"{name}.block_count"),
+                num_layers=self._integer(f"{name}.block_count"),
                 num_heads=num_heads,
-                num_kv_heads=self.field(f"{name}.attention.head_count_kv", num_heads),
+                num_kv_heads=self._integer(f"{name}.attention.head_count_kv", num_heads),
                 head_dim=head_dim,
-                mlp_size=self._needed(f"{name}.feed_forward_length"),
+                mlp_size=self._integer(f"{name}.feed_forward_length"),
                 rope_theta=float(self.field(f"{name}.rope.freq_base", 10000.0)),
                 rope_scaling=self._rope_scaling(name),
                 norm_eps=float(self._needed(f"{name}.attention.layer_norm_rms_epsilon")),
                 tied_embeddings=_TOP_TENSORS["lm_head"] not in self._tensors,
-                max_context=self._needed(f"{name}.context_length"),
+                max_context=self._integer(f"{name}.context_length"),
                 qk_norm=_ARCHITECTURES[name].QK_NORM,
                 attention_bias="blk.0.attn_q.bias" in self._tensors,
                 dtype=dtype or "float32",
