@@ -10,7 +10,6 @@ import numpy as np
 
 from penelope_jax.admission import refusal, resolved_max_tokens
 from penelope_jax.config import EngineConfig
-from penelope_jax.eviction import evict
 from penelope_jax.events import (
     Abort,
     Event,
@@ -22,6 +21,7 @@ from penelope_jax.events import (
     Submit,
     Update,
 )
+from penelope_jax.eviction import evict
 from penelope_jax.leaving import release, with_retracted
 from penelope_jax.pages import frozen
 from penelope_jax.planning import plan

@@ -16,6 +16,7 @@ the stamp it would have had if whole paths were stamped, without rewriting them.
 """
 
 import dataclasses
+import itertools
 from typing import NamedTuple
 
 import immutables
@@ -224,7 +225,7 @@ def _spans(tiers: np.ndarray, owners: np.ndarray | None, page_size: int) -> tupl
             Tier(int(tiers[start])),
             NO_OWNER if owners is None else int(owners[start]),
         )
-        for start, stop in zip(edges, edges[1:])
+        for start, stop in itertools.pairwise(edges)
     )
 
 

@@ -1,6 +1,7 @@
 """The one place where tree nodes change: a transient editor over a persistent cache state."""
 
 import dataclasses
+from typing import Any
 
 import immutables
 import numpy as np
@@ -40,13 +41,13 @@ class TreeEdit:
     def put(self, new: Node) -> Node:
         """Stores a node and keeps the order of leaves and the resident count right."""
         old = self.nodes.get(new.node_id)
-        was = old is not None and is_leaf(old)
-        now = is_leaf(new)
-        if was and not (now and old.stamp == new.stamp):
-            self.leaves = leaf_order.remove(self.leaves, old.stamp, old.node_id)
-            was = False
-        if now and not was:
-            self.leaves = leaf_order.add(self.leaves, new.stamp, new.node_id)
+        stamp_before = old.stamp if old is not None and is_leaf(old) else None
+        stamp_now = new.stamp if is_leaf(new) else None
+        if stamp_before != stamp_now:
+            if stamp_before is not None:
+                self.leaves = leaf_order.remove(self.leaves, stamp_before, new.node_id)
+            if stamp_now is not None:
+                self.leaves = leaf_order.add(self.leaves, stamp_now, new.node_id)
         self.num_resident += new.num_resident - (old.num_resident if old is not None else 0)
         self.nodes[new.node_id] = new
         return new
@@ -70,6 +71,10 @@ class TreeEdit:
         self.roots = self.roots.set(namespace, root.node_id)
         return self.put(root)
 
+    def key(self, tokens: bytes) -> bytes:
+        """Returns the key under which a node that begins with `tokens` stands in its parent."""
+        return tokens[: self.cache.page_size * TOKEN_BYTES]
+
     def split(self, node_id: int, num_pages: int) -> Node:
         """Cuts a node after `num_pages` pages and returns the new prefix half.
 
@@ -79,25 +84,24 @@ class TreeEdit:
         node = self.nodes[node_id]
         size = num_pages * self.cache.page_size * TOKEN_BYTES
         assert 0 < num_pages < node.num_pages, f"split of node {node_id} after {num_pages} of {node.num_pages} pages"
-        page_bytes = self.cache.page_size * TOKEN_BYTES
         prefix_id = self.new_id()
-        halves = []
-        for part in (slice(0, num_pages), slice(num_pages, None)):
-            page_ids = frozen(node.page_ids[part].copy())
-            owners = None if node.owners is None else _owners_or_none(node.owners[part].copy())
-            resident = int((page_ids != NO_PAGE).sum())
-            halves.append((page_ids, frozen(node.tiers[part].copy()), resident, owners))
-        first_key = node.tokens[:page_bytes]
-        children = immutables.Map({node.tokens[size : size + page_bytes]: node_id})
-        prefix = Node(prefix_id, node.parent_id, node.start, node.tokens[:size], *halves[0], children, 0, node.stamp)
-        start = node.start + num_pages * self.cache.page_size
-        suffix = Node(
-            node_id, prefix_id, start, node.tokens[size:], *halves[1], node.children, node.num_pins, node.stamp
+        prefix = node._replace(
+            node_id=prefix_id,
+            tokens=node.tokens[:size],
+            children=immutables.Map({self.key(node.tokens[size:]): node_id}),
+            num_pins=0,
+            **_pages_in(node, slice(0, num_pages)),
+        )
+        suffix = node._replace(
+            parent_id=prefix_id,
+            start=node.start + num_pages * self.cache.page_size,
+            tokens=node.tokens[size:],
+            **_pages_in(node, slice(num_pages, None)),
         )
         self.put(suffix)
         self.put(prefix)
         parent = self.nodes[node.parent_id]
-        self.put(parent._replace(children=parent.children.set(first_key, prefix_id)))
+        self.put(parent._replace(children=parent.children.set(self.key(node.tokens), prefix_id)))
         return prefix
 
     def set_pages(self, node: Node, first: int, page_ids: np.ndarray, tier: Tier) -> Node:
@@ -137,15 +141,7 @@ class TreeEdit:
             if node.num_resident:
                 keep = int((node.page_ids != NO_PAGE).nonzero()[0][-1]) + 1
                 size = keep * self.cache.page_size * TOKEN_BYTES
-                owners = None if node.owners is None else _owners_or_none(node.owners[:keep].copy())
-                self.put(
-                    node._replace(
-                        tokens=node.tokens[:size],
-                        page_ids=frozen(node.page_ids[:keep].copy()),
-                        tiers=frozen(node.tiers[:keep].copy()),
-                        owners=owners,
-                    )
-                )
+                self.put(node._replace(tokens=node.tokens[:size], **_pages_in(node, slice(0, keep))))
                 return
             if is_leaf(node):
                 self.leaves = leaf_order.remove(self.leaves, node.stamp, node.node_id)
@@ -154,10 +150,20 @@ class TreeEdit:
                 self.roots = self.roots.delete(next(key for key, id_ in self.roots.items() if id_ == node.node_id))
                 return
             parent = self.nodes[node.parent_id]
-            key = node.tokens[: self.cache.page_size * TOKEN_BYTES]
-            stamp = max(parent.stamp, node.stamp)
-            node = self.put(parent._replace(children=parent.children.delete(key), stamp=stamp))
+            children = parent.children.delete(self.key(node.tokens))
+            node = self.put(parent._replace(children=children, stamp=max(parent.stamp, node.stamp)))
 
 
 def _owners_or_none(owners: np.ndarray) -> np.ndarray | None:
     return frozen(owners) if (owners != NO_OWNER).any() else None
+
+
+def _pages_in(node: Node, part: slice) -> dict[str, Any]:
+    """Returns the page fields of a node cut to `part`, as copies."""
+    page_ids = frozen(node.page_ids[part].copy())
+    return {
+        "page_ids": page_ids,
+        "tiers": frozen(node.tiers[part].copy()),
+        "num_resident": int(np.count_nonzero(page_ids != NO_PAGE)),
+        "owners": None if node.owners is None else _owners_or_none(node.owners[part].copy()),
+    }

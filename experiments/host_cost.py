@@ -1,0 +1,126 @@
+"""What the cache costs the host: match, insert, pin and evict on a tree of agent histories.
+
+The workload is 24 sessions of 200 turns that grow to 118K tokens over a shared prefix of 15.6K, page 64: the one on
+which other engines' trees were measured (SGLang 0.5.23: Rust core 0.48 + 0.62 ms, Python 2.6 + 3.0 ms for match and
+insert, 2.9 ms and more for an eviction of 480 pages; another machine, so the order of magnitude is what compares).
+
+    python -m penelope_jax.experiments.host_cost [--sessions 24] [--turns 200] [--tokens 118000] [--json FILE]
+"""
+
+import argparse
+import dataclasses
+import time
+from collections.abc import Iterator
+
+import numpy as np
+
+from penelope_jax import histories, pages
+from penelope_jax.config import POLICIES
+from penelope_jax.eviction import evict
+from penelope_jax.invariants import check_cache
+from penelope_jax.metrics import write_json
+from penelope_jax.radix_tree import CacheState, make_cache, match
+
+_EVICTED_PAGES = 480
+_SHARED_TOKENS = 15_600
+
+
+def grow(num_sessions: int, num_turns: int, num_tokens: int, page_size: int, seed: int) -> tuple[CacheState, dict]:
+    """Grows all histories turn by turn and times each lookup and insert.
+
+    Returns:
+        The full cache, and times in seconds: `match`, `insert`, each a list of num_sessions * num_turns.
+    """
+    rng = np.random.default_rng(seed)
+    shared = rng.integers(0, 150_000, _SHARED_TOKENS, dtype=np.int32)
+    texts = [
+        np.concatenate([shared, rng.integers(0, 150_000, num_tokens, dtype=np.int32)])[:num_tokens]
+        for _ in range(num_sessions)
+    ]
+    cache = make_cache(page_size, num_sessions * (num_tokens // page_size + 1))
+    stops = np.linspace(min(20_000, num_tokens), num_tokens, num_turns).astype(int).tolist()
+    seconds: dict[str, list[float]] = {"match": [], "insert": []}
+    for stop in stops:
+        for text in texts:
+            tokens = text[:stop]
+            begin = time.perf_counter()
+            found = match(cache, tokens)
+            seconds["match"].append(time.perf_counter() - begin)
+            pool, page_ids = pages.take(cache.device, stop // page_size - found.stop // page_size)
+            cache = dataclasses.replace(cache, device=pool)
+            begin = time.perf_counter()
+            cache, inserted = histories.insert(cache, tokens, page_ids, found.stop)
+            seconds["insert"].append(time.perf_counter() - begin)
+            assert len(inserted.refused) == 0, "a page was inserted twice"
+    return cache, seconds
+
+
+def measure(num_sessions: int, num_turns: int, num_tokens: int, page_size: int = 64, seed: int = 0) -> dict:
+    """Returns medians and 99th percentiles in milliseconds, by operation."""
+    cache, seconds = grow(num_sessions, num_turns, num_tokens, page_size, seed)
+    check_cache(cache)
+    seconds["match + insert"] = [a + b for a, b in zip(seconds["match"], seconds["insert"], strict=True)]
+    text = next(leaf_histories(cache))
+    found = match(cache, text)
+    pin_times = []
+    for _ in range(200):
+        begin = time.perf_counter()
+        pinned, receipt = histories.pin(cache, found)
+        histories.unpin(pinned, receipt)
+        pin_times.append(time.perf_counter() - begin)
+    seconds["pin + unpin"] = pin_times
+    for policy in POLICIES.values():
+        after, times = cache, []
+        for _ in range(min(40, cache.num_resident // (2 * _EVICTED_PAGES))):
+            begin = time.perf_counter()
+            after, _ = evict(after, _EVICTED_PAGES, policy)
+            times.append(time.perf_counter() - begin)
+        check_cache(after)
+        seconds[f"evict {_EVICTED_PAGES} pages, {policy.name}"] = times
+    return {
+        "sessions": num_sessions,
+        "turns": num_turns,
+        "tokens": num_tokens,
+        "page_size": page_size,
+        "nodes": len(cache.nodes),
+        "pages": cache.num_resident,
+        "ms": {
+            name: {"p50": float(np.median(times)) * 1e3, "p99": float(np.percentile(times, 99)) * 1e3}
+            for name, times in seconds.items()
+            if times
+        },
+    }
+
+
+def leaf_histories(cache: CacheState) -> Iterator[np.ndarray]:
+    """Yields the tokens of every leaf's history, i32[n]."""
+    for node in cache.nodes.values():
+        if node.num_pages and not node.children:
+            parts = [node.tokens]
+            above = cache.nodes[node.parent_id]
+            while above.num_pages:
+                parts.append(above.tokens)
+                above = cache.nodes[above.parent_id]
+            yield np.frombuffer(b"".join(reversed(parts)), np.int32)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description="Times the cache on the host.", allow_abbrev=False)
+    parser.add_argument("--sessions", type=int, default=24)
+    parser.add_argument("--turns", type=int, default=200)
+    parser.add_argument("--tokens", type=int, default=118_000)
+    parser.add_argument("--page-size", type=int, default=64)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", metavar="FILE")
+    args = parser.parse_args(argv)
+    result = measure(args.sessions, args.turns, args.tokens, args.page_size, args.seed)
+    print(f"{result['nodes']} nodes, {result['pages']} pages of {args.page_size} tokens")
+    for name, times in result["ms"].items():
+        print(f"{name:32s} p50 {times['p50']:7.3f} ms   p99 {times['p99']:7.3f} ms")
+    if args.json:
+        write_json(args.json, result)
+
+
+if __name__ == "__main__":
+    main()
