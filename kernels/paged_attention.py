@@ -1,0 +1,99 @@
+"""Ragged attention over a paged KV pool: the contract, its checks, and which implementation runs.
+
+A step's queries are dense rows cut into tiles; each tile belongs to one row of the page table and its queries stand
+at consecutive positions of that history. A query attends to every position of its history up to its own. All K/V of
+the step are in the pool before attention starts, and attention reads nothing else, so one call serves prompts, refilled
+holes and decodes alike: to a kernel they are tiles at positions.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from penelope_jax.kernels.paged_attention_cpu import paged_attention_cpu
+from penelope_jax.kernels.paged_attention_reference import paged_attention_reference
+
+IMPLEMENTATIONS = {
+    "cpu": paged_attention_cpu,
+    "reference": paged_attention_reference,
+}
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def default_implementation() -> str:
+    """Returns the implementation used when none is named: `cpu`, whose plain XLA code runs on every platform."""
+    return "cpu"
+
+
+def ragged_paged_attention(
+    q: jax.Array,
+    kv_pool: jax.Array,
+    layer: jax.Array | int,
+    tiles: jax.Array,
+    page_table: jax.Array,
+    *,
+    q_tile: int,
+    scale: float,
+    implementation: str | None = None,
+    deterministic: bool = False,
+    interpret: bool = False,
+) -> jax.Array:
+    """Attends the rows named by `tiles` to their histories.
+
+    Args:
+        q: [T, N, H], dense rows.
+        kv_pool: [P, L, 2, K, page_size, H]; index 0 of the third axis is K, 1 is V.
+        layer: i32[], which layer of the pool.
+        tiles: i32[num_tiles, 4]: row of the page table, first row in q, position of that row, valid rows (at most
+            `q_tile`). Empty tiles (0 valid rows) stand behind all others.
+        page_table: i32[S, max_pages], page ids of each history in order. Entries behind a history's last query are
+            never used; an entry in use that is no page of the pool reads as NaN, never as another page.
+        q_tile: rows a tile holds.
+        scale: what scores are multiplied by.
+        implementation: one of `IMPLEMENTATIONS`, or None for the platform's default.
+        deterministic: the bits of a row do not depend on `q_tile` or on its place in a tile, as long as a tile packs at
+            least 8 query heads for each kv head (`q_tile` * N / K). On CPU this is measured, see
+            `paged_attention_cpu.py`; `reference` ignores it.
+        interpret: run a Pallas implementation in its interpreter.
+
+    Returns:
+        [T, N, H] in q's dtype; rows that no tile covers are zero.
+
+    Raises:
+        ValueError: an argument has a shape, dtype or value that is not supported; the message names it.
+    """
+    implementation = default_implementation() if implementation is None else implementation
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"{implementation=} cannot run here; what can: {', '.join(IMPLEMENTATIONS)}.")
+    if interpret:
+        raise ValueError(f"interpret=True needs a Pallas implementation; {implementation!r} is plain XLA.")
+    _check_arguments(q, kv_pool, tiles, page_table, q_tile, scale)
+    run = IMPLEMENTATIONS[implementation]
+    layer = jnp.asarray(layer, jnp.int32)
+    return run(q, kv_pool, layer, tiles, page_table, q_tile=q_tile, scale=scale, deterministic=deterministic)
+
+
+def _check_arguments(q, kv_pool, tiles, page_table, q_tile: int, scale: float) -> None:
+    """Checks shapes, dtypes and static values. Runs while tracing, so it costs nothing at run time."""
+    if q.ndim != 3:
+        raise ValueError(f"q has shape {q.shape}; supported: [T, N, H].")
+    if kv_pool.ndim != 6 or kv_pool.shape[2] != 2:
+        raise ValueError(f"kv_pool has shape {kv_pool.shape}; supported: [P, L, 2, K, page_size, H].")
+    for name, array in (("q", q), ("kv_pool", kv_pool)):
+        if array.dtype.name not in DTYPES:
+            raise ValueError(f"{name} has dtype {array.dtype}; supported: {', '.join(DTYPES)}.")
+    _, num_heads, head_dim = q.shape
+    _, _, _, num_kv_heads, page_size, pool_head_dim = kv_pool.shape
+    if head_dim != pool_head_dim:
+        raise ValueError(f"q has head dim {head_dim} and kv_pool has {pool_head_dim}; supported: equal ones.")
+    if num_heads % num_kv_heads:
+        raise ValueError(f"q has {num_heads} heads; supported: multiples of kv_pool's {num_kv_heads} kv heads.")
+    if page_size & (page_size - 1):
+        raise ValueError(f"kv_pool has {page_size=}; supported: powers of two.")
+    if tiles.ndim != 2 or tiles.shape[1] != 4 or tiles.dtype != jnp.int32:
+        raise ValueError(f"tiles is {tiles.dtype}{list(tiles.shape)}; supported: int32[num_tiles, 4].")
+    if page_table.ndim != 2 or page_table.dtype != jnp.int32:
+        raise ValueError(f"page_table is {page_table.dtype}{list(page_table.shape)}; supported: int32[S, max_pages].")
+    if not isinstance(q_tile, int) or q_tile < 1:
+        raise ValueError(f"{q_tile=}; supported: integers of at least 1.")
+    if not scale > 0:
+        raise ValueError(f"{scale=}; supported: positive numbers.")
