@@ -1,0 +1,280 @@
+"""Figure 1 of the paper on this machine: what a hole costs in front and at the end of one history.
+
+A history is cached whole. 30 % of it is freed, from position 1K on or from its end; 512 tokens are appended, and the
+request is timed. Both recompute the same number of tokens; the formula says that the end costs more, by a factor that
+grows with the context. c of the formula is calibrated from two prefill times, as on any device: matrix products and
+attention are not equally fast per operation. Runs are interleaved; medians count.
+
+    python -m penelope_jax.experiments.single_request --json single_request.json --plot single_request.png
+"""
+
+import argparse
+import dataclasses
+import statistics
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from penelope_jax.cost import calibrate_linear_cost, units_of
+from penelope_jax.errors import InputError, bad_input
+from penelope_jax.experiments import command, engine_options
+from penelope_jax.experiments.sessions import Piece, draw_tokens
+from penelope_jax.metrics import write_json
+from penelope_jax.segments import SamplingParams, Segment, SegmentKind, StepPlan
+
+if TYPE_CHECKING:
+    from penelope_jax.executor import JaxExecutor
+    from penelope_jax.models.registry import LoadedModel
+
+OUT_OF_TOLERANCE = 1  # exit code
+Spans = tuple[tuple[int, int], ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """What is measured: `free` of the history, from `front_start` or from the end; then `append` tokens."""
+
+    context: int
+    free: float = 0.3
+    front_start: int = 1024
+    append: int = 512
+
+    def spans(self, page_size: int) -> dict[str, Spans]:
+        """Returns what is computed when the hole is in front, and when it is at the end; the hole is whole pages."""
+        hole = round(self.context * self.free / page_size) * page_size
+        if hole < page_size or self.front_start + hole >= self.context or self.context % page_size:
+            raise ValueError(
+                f"context={self.context} must be whole pages of {page_size} tokens, with room for a hole of {hole} "
+                f"tokens from {self.front_start}."
+            )
+        stop = self.context + self.append
+        front = ((self.front_start, self.front_start + hole), (self.context, stop))
+        return {"front": front, "tail": ((self.context - hole, stop),)}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Measurement:
+    """One context.
+
+    Attributes:
+        setting: what was measured.
+        front_s, tail_s: median times.
+        prefill_half_s, prefill_s: median times of prefilling half of the history, and all of it.
+        linear_cost: c, calibrated from the two prefill times.
+        formula: the ratio that the formula predicts with this c; formula_model: with the model's own c.
+    """
+
+    setting: Setting
+    front_s: float
+    tail_s: float
+    prefill_half_s: float
+    prefill_s: float
+    linear_cost: float
+    formula: float
+    formula_model: float
+
+    @property
+    def ratio(self) -> float:
+        return self.tail_s / self.front_s
+
+    @property
+    def error(self) -> float:
+        """Relative difference of the measured ratio from the formula."""
+        return self.ratio / self.formula - 1
+
+
+class _Timer:
+    """Runs spans of one history, whose page table is 0, 1, 2, ..., and times them."""
+
+    def __init__(self, executor: "JaxExecutor", tokens: np.ndarray):
+        self._executor = executor
+        self._tokens = tokens  # i32[context + append]
+        num_pages = -(-len(tokens) // executor.page_size)
+        self._page_table = np.arange(num_pages, dtype=np.int32)
+        self._step = 0
+
+    def run(self, spans: Spans, *, sample: bool) -> float:
+        """Computes `spans` in order, in full steps, sampling after the last if wanted; returns seconds."""
+        start_s = time.perf_counter()
+        for plan in self._plans(spans, sample):
+            self._executor.run(plan)
+        return time.perf_counter() - start_s
+
+    def _plans(self, spans: Spans, sample: bool):
+        budget, segments = self._executor.max_step_tokens, []
+        left = budget
+        for index, (start, stop) in enumerate(spans):
+            last = index == len(spans) - 1
+            kind = SegmentKind.REAL if last else SegmentKind.PHANTOM
+            while start < stop:
+                end = min(stop, start + left)
+                params = SamplingParams(max_tokens=1) if sample and last and end == stop else None
+                segments.append(self._segment(kind, start, end, params))
+                left -= end - start
+                start = end
+                if not left:
+                    yield self._plan(segments)
+                    left, segments = budget, []
+        if segments:
+            yield self._plan(segments)
+
+    def _plan(self, segments: list[Segment]) -> StepPlan:
+        self._step += 1
+        return StepPlan(step=self._step, segments=tuple(segments))
+
+    def _segment(self, kind: SegmentKind, start: int, stop: int, sample: SamplingParams | None) -> Segment:
+        return Segment(
+            request_id=0,
+            kind=kind,
+            start=start,
+            stop=stop,
+            tokens=self._tokens[start:stop],
+            page_table=self._page_table,
+            write_from=start,
+            sample=sample,
+        )
+
+
+def measure(model: "LoadedModel", setting: Setting, executor: "JaxExecutor", num_runs: int) -> Measurement:
+    """Measures one context with `num_runs` interleaved runs, after one that is not counted."""
+    spans = setting.spans(executor.page_size)
+    tokens = draw_tokens([Piece("single request", 0, setting.context + setting.append)], model.config.vocab_size)
+    timer = _Timer(executor, tokens)
+    half = setting.context // 2 // executor.page_size * executor.page_size
+    times: dict[str, list[float]] = {"half": [], "prefill": [], "front": [], "tail": []}
+    timer.run(((0, min(half, 2 * executor.max_step_tokens)),), sample=False)
+    for _ in range(num_runs):
+        first_s = timer.run(((0, half),), sample=False)
+        times["half"].append(first_s)
+        times["prefill"].append(first_s + timer.run(((half, setting.context),), sample=False))
+        for place in ("front", "tail"):
+            times[place].append(timer.run(spans[place], sample=True))
+    median = {name: statistics.median(values) for name, values in times.items()}
+    linear_cost = calibrate_linear_cost(half, median["half"], setting.context, median["prefill"])
+
+    def ratio(c: float) -> float:
+        return units_of(spans["tail"], c) / units_of(spans["front"], c)
+
+    return Measurement(
+        setting=setting,
+        front_s=median["front"],
+        tail_s=median["tail"],
+        prefill_half_s=median["half"],
+        prefill_s=median["prefill"],
+        linear_cost=linear_cost,
+        formula=ratio(linear_cost),
+        formula_model=ratio(model.config.linear_cost),
+    )
+
+
+def table(measurements: list[Measurement]) -> str:
+    """Returns the measurements as text."""
+    lines = ["context  prefill s  front s   tail s  tail/front  formula  error  c calibrated  formula, c of the model"]
+    lines += [
+        f"{m.setting.context:>7,}  {m.prefill_s:>9.2f}  {m.front_s:>7.3f}  {m.tail_s:>7.3f}  {m.ratio:>10.2f}  "
+        f"{m.formula:>7.2f}  {m.error:>+5.0%}  {m.linear_cost:>12.0f}  {m.formula_model:>23.2f}"
+        for m in measurements
+    ]
+    return "\n".join(lines)
+
+
+def plot(measurements: list[Measurement], path: str, title: str) -> None:
+    """Draws times and ratios over the context.
+
+    Raises:
+        InputError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+    except ImportError:
+        raise InputError('--plot needs matplotlib: pip install "penelope_jax[report]"') from None
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    contexts = [m.setting.context / 1024 for m in measurements]
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    left.plot(contexts, [m.tail_s for m in measurements], "o-", label="freed at the end")
+    left.plot(contexts, [m.front_s for m in measurements], "o-", label="freed in front")
+    left.set(xlabel="context, K tokens", ylabel="next request, s", ylim=(0, None), title=title)
+    right.plot(contexts, [m.ratio for m in measurements], "o-", label="measured")
+    right.plot(contexts, [m.formula for m in measurements], "s--", label="formula, c calibrated")
+    right.set(xlabel="context, K tokens", ylabel="end / front", ylim=(0, None))
+    for axes in (left, right):
+        axes.legend(frameon=False)
+        axes.set_xticks(contexts)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of the command."""
+    parser.add_argument("--model", default="random:b", metavar="M", help="as for penelope replay (random:b)")
+    parser.add_argument("--dtype", metavar="float32|bfloat16")
+    parser.add_argument("--contexts", default="16384,32768", metavar="N,...", help="history lengths")
+    parser.add_argument("--free", type=float, default=0.3, metavar="X", help="share of the history that is freed (0.3)")
+    parser.add_argument("--front-start", type=int, default=1024, metavar="N", help="where the front hole starts (1024)")
+    parser.add_argument("--append", type=int, default=512, metavar="N", help="new tokens (512)")
+    parser.add_argument("--runs", type=int, default=3, metavar="N", help="interleaved runs (3)")
+    parser.add_argument("--page-size", type=int, default=64, metavar="N")
+    parser.add_argument("--step-tokens", type=int, default=1024, metavar="N", help="token budget of a step (1024)")
+    parser.add_argument("--tolerance", type=float, default=0.15, metavar="X", help="largest error of the ratio (0.15)")
+    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--plot", metavar="FILE", help="a .png, .svg or .pdf; needs matplotlib")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the experiment; returns 1 when a ratio is off the formula by more than the tolerance."""
+    engine_options.check_output("--json", args.json)
+    engine_options.check_output("--plot", args.plot)
+    with bad_input():
+        if args.runs < 1 or args.step_tokens < 1 or args.append < 1 or args.front_start < 0:
+            raise ValueError("--runs, --step-tokens and --append must be at least 1, --front-start at least 0.")
+        settings = [
+            Setting(context=int(part), free=args.free, front_start=args.front_start, append=args.append)
+            for part in args.contexts.split(",")
+        ]
+        for setting in settings:
+            setting.spans(args.page_size)
+    from penelope_jax.executor import JaxExecutor
+    from penelope_jax.models import registry
+
+    with bad_input():
+        model = registry.load_model(args.model, dtype=args.dtype)
+        longest = engine_options.whole_pages(max(s.context + s.append for s in settings), args.page_size)
+        executor = JaxExecutor(
+            model.config,
+            model.params,
+            num_pages=longest // args.page_size,
+            page_size=args.page_size,
+            max_context=longest,
+            max_segments=4,
+            max_step_tokens=args.step_tokens,
+            token_buckets=(args.step_tokens,),
+        )
+    executor.warm_up()
+    measurements = []
+    for setting in settings:
+        print(f"context {setting.context:,} of {model.name} ...", file=sys.stderr)
+        with bad_input():
+            measurements.append(measure(model, setting, executor, args.runs))
+    print(table(measurements))
+    if args.json:
+        write_json(args.json, _document(args, model, measurements))
+    if args.plot:
+        plot(measurements, args.plot, f"{model.name}, {engine_options.environment()['device']}")
+    worst = max(abs(m.error) for m in measurements)
+    print(f"Largest error of the formula {worst:.0%}, tolerance {args.tolerance:.0%}.")
+    return 0 if worst <= args.tolerance else OUT_OF_TOLERANCE
+
+
+def _document(args: argparse.Namespace, model: "LoadedModel", measurements: list[Measurement]) -> dict[str, Any]:
+    flags = ("free", "front_start", "append", "runs", "page_size", "step_tokens")
+    config = {"model": model.name, "dtype": model.config.dtype} | {name: getattr(args, name) for name in flags}
+    rows = [dataclasses.asdict(m) | {"ratio": m.ratio, "error": m.error} for m in measurements]
+    return {"config": config, "run": {"seed": 0, **engine_options.environment()}, "measurements": rows}
+
+
+if __name__ == "__main__":
+    command.start_module("single_request", "Time a hole in front against one at the end.", add_flags, run)

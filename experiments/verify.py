@@ -1,0 +1,384 @@
+"""`penelope verify`: a small cache against one that never evicts, bit by bit.
+
+The same sessions are replayed twice in deterministic mode, on a clock that counts steps, so the order of events is the
+same on every machine. The first cache is small: it evicts, and refills holes. The second holds everything. Every
+output token, log-probability and prompt log-probability must have the same bits, at recomputed and at reused
+positions, and so must the K/V of every page that is resident in the small cache at the end.
+
+    penelope verify                                      # a synthetic trace on a tiny random model
+    penelope verify --perturb                            # one bit of one refilled page changed: must find a difference
+    penelope verify TRACE --model DIR --dtype bfloat16
+"""
+
+import argparse
+import collections
+import dataclasses
+import hashlib
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import tqdm
+
+from penelope_jax.config import EngineConfig
+from penelope_jax.driver import Driver
+from penelope_jax.errors import InputError
+from penelope_jax.events import RequestMetrics, Sampled, Scored, Update
+from penelope_jax.experiments import engine_options
+from penelope_jax.experiments.closed_loop import Call, ClosedLoop, StepClock, play
+from penelope_jax.experiments.sessions import Session
+from penelope_jax.experiments.synthesize import SynthesisOptions, synthesize
+from penelope_jax.metrics import Recorder, write_json
+from penelope_jax.pages import NO_PAGE
+from penelope_jax.radix_tree import CacheState, Node
+from penelope_jax.segments import SamplingParams, SegmentKind, StepDone, StepPlan
+
+if TYPE_CHECKING:
+    from penelope_jax.executor import JaxExecutor
+    from penelope_jax.models.registry import LoadedModel
+
+DIFFERENT = 1  # exit code
+DEFAULT_TRACE = SynthesisOptions(sessions=8, turns=30, context=1024, scale=64, seed=0)
+_READ_PAGES = 256  # pages read from the device at once
+
+Key = tuple[str, int]  # session id, turn
+
+
+@dataclasses.dataclass(slots=True)
+class _Reply:
+    """What one request produced."""
+
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+    scores: np.ndarray | None = None  # f32[prompt_len]: of each prompt token given those before; NaN where not scored
+    reused: np.ndarray | None = None  # bool[prompt_len]: its query row attended to K/V that was already resident
+    metrics: RequestMetrics | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Compared:
+    """What the replies of two runs have in common.
+
+    Attributes:
+        requests: requests compared.
+        requests_with_holes, most_holes, holes, refilled_tokens: holes that the small cache refilled.
+        reused_tokens: prompt tokens that the small cache did not recompute.
+        output_positions: sampled tokens, each with its log-probability.
+        scored_requests, scored_recomputed, scored_reused, scored_new: prompt log-probabilities, by whether the small
+            cache recomputed, reused or first computed the query's position.
+        output_bits, score_bits: differing bits.
+    """
+
+    requests: int
+    requests_with_holes: int
+    most_holes: int
+    holes: int
+    refilled_tokens: int
+    reused_tokens: int
+    output_positions: int
+    scored_requests: int
+    scored_recomputed: int
+    scored_reused: int
+    scored_new: int
+    output_bits: int
+    score_bits: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Report(Compared):
+    """The whole comparison.
+
+    Attributes:
+        evicted_pages: by the small cache.
+        pages, page_bytes: resident pages of the small cache at the end, and their size.
+        unmatched_pages: of these, pages whose history the large cache does not hold.
+        page_bits: differing bits.
+        perturbed: "" or which page was changed on purpose.
+    """
+
+    evicted_pages: int
+    pages: int
+    page_bytes: int
+    unmatched_pages: int
+    page_bits: int
+    perturbed: str = ""
+
+    @property
+    def identical(self) -> bool:
+        return not (self.output_bits or self.score_bits or self.page_bits or self.unmatched_pages)
+
+    def text(self) -> str:
+        """Returns the report, a few lines."""
+        scored = self.scored_recomputed + self.scored_reused + self.scored_new
+        rows = [
+            ("requests", self.requests, f"{self.evicted_pages:,} pages evicted, {self.reused_tokens:,} tokens reused"),
+            (
+                "with holes",
+                self.requests_with_holes,
+                (
+                    f"{self.holes:,} holes of {self.refilled_tokens:,} tokens refilled, at most {self.most_holes} in one "
+                    "request"
+                ),
+            ),
+            ("outputs", self.output_positions, f"tokens and log-probabilities: {self.output_bits:,} differing bits"),
+            (
+                "prompt scores",
+                scored,
+                (
+                    f"log-probabilities of {self.scored_requests:,} requests ({self.scored_recomputed:,} recomputed, "
+                    f"{self.scored_reused:,} reused, {self.scored_new:,} new): {self.score_bits:,} differing bits"
+                ),
+            ),
+            (
+                "pages",
+                self.pages,
+                (
+                    f"resident at the end, {self.page_bytes:,} bytes: {self.page_bits:,} differing bits, "
+                    f"{self.unmatched_pages:,} unmatched"
+                ),
+            ),
+        ]
+        lines = [f"{name:<14} {number:>9,}  {text}" for name, number, text in rows]
+        if self.perturbed:
+            lines.append(f"perturbed      {self.perturbed}")
+        lines.append("IDENTICAL" if self.identical else "DIFFERENT")
+        return "\n".join(lines)
+
+
+class _Run:
+    """One replay, with everything it produced."""
+
+    def __init__(self, config: EngineConfig, executor: Any, sessions: Sequence[Session], num_live: int, share: float):
+        self.replies: dict[Key, _Reply] = {}
+        self._open: dict[int, _Reply] = {}
+        self._share = share
+        clock = StepClock()
+        self.driver = Driver(config, executor, clock=clock)
+        recorder = Recorder(config.page_size, config.linear_cost)
+        loop = ClosedLoop(sessions, num_live, config.vocab_size)
+        total = sum(len(session.turns) for session in sessions)
+        with tqdm.tqdm(
+            total=total, desc=f"cache of {config.device_tokens:,} tokens", unit="req", disable=not sys.stderr.isatty()
+        ) as bar:
+            play(
+                self.driver,
+                loop,
+                recorder,
+                clock,
+                sampling=self._sampling,
+                on_submit=self._submitted,
+                on_update=self._update,
+                on_finish=lambda _call, _reply: bar.update() and None,
+            )
+
+    def _sampling(self, call: Call) -> SamplingParams:
+        scored = chosen(call.session_id, call.turn, self._share)
+        return SamplingParams(max_tokens=call.output_len, prompt_logprobs_from=0 if scored else None)
+
+    def _submitted(self, request_id: int, call: Call) -> None:
+        reply = self.replies[call.session_id, call.turn] = self._open[request_id] = _Reply()
+        if chosen(call.session_id, call.turn, self._share):
+            reply.scores = np.full(len(call.tokens), np.nan, np.float32)
+            reply.reused = np.zeros(len(call.tokens), bool)
+
+    def _update(self, update: Update) -> None:
+        reply = self._open[update.request_id]
+        if isinstance(update, Sampled):
+            reply.tokens.append(update.token)
+            reply.logprobs.append(update.logprob)
+        elif isinstance(update, Scored) and reply.scores is not None and reply.reused is not None:
+            rows = slice(update.start + 1, update.start + 1 + len(update.logprobs))
+            reply.scores[rows] = update.logprobs
+            reply.reused[rows] = update.reused
+        elif (metrics := getattr(update, "metrics", None)) is not None:
+            reply.metrics = metrics
+
+
+class Perturber:
+    """An executor that flips one bit of the first refilled page that a running request will read again."""
+
+    def __init__(self, executor: "JaxExecutor"):
+        self._executor = executor
+        self.done = ""
+
+    def run(self, plan: StepPlan, time_s: float = 0.0) -> StepDone:
+        """Runs a step, then flips the bit once."""
+        done = self._executor.run(plan, time_s)
+        size = self._executor.page_size
+        ends = {segment.request_id: segment for segment in plan.segments}
+        for segment in plan.segments:
+            sample = ends[segment.request_id].sample
+            reads_on = sample is None or (sample.max_tokens or 2) > 1
+            if segment.kind is SegmentKind.PHANTOM and reads_on and not self.done:
+                page = segment.start // size
+                self._executor.flip_bit(int(segment.page_table[page]))
+                self.done = f"one bit of a key at position {page * size} of request {segment.request_id}, after step {plan.step}"
+        return done
+
+
+def chosen(session_id: str, turn: int, share: float) -> bool:
+    """Whether the prompt of a turn is scored; the same in every run."""
+    digest = hashlib.blake2b(f"{session_id}/{turn}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") < share * 2**32
+
+
+def resident_histories(cache: CacheState) -> Iterator[tuple[bytes, int]]:
+    """Yields (hash of the history up to the page's end, device page id) for every resident page of the tree."""
+    for namespace, root in cache.roots.items():
+        start = hashlib.blake2b(namespace.encode(), digest_size=16)
+        stack: list[tuple[Node, Any]] = [(cache.nodes[root], start)]
+        while stack:
+            node, before = stack.pop()
+            digest = before.copy()
+            stride = len(node.tokens) // node.num_pages if node.num_pages else 0
+            for index in range(node.num_pages):
+                digest.update(node.tokens[index * stride : (index + 1) * stride])
+                if node.page_ids[index] != NO_PAGE:
+                    yield digest.digest(), int(node.page_ids[index])
+            stack.extend((cache.nodes[child], digest) for child in node.children.values())
+
+
+def large_pool_pages(sessions: Sequence[Session], config: EngineConfig) -> int:
+    """Returns enough pages to hold every history of `sessions` and what running requests may need on top."""
+    size = config.page_size
+    total = sum(-(-turn.history_len // size) - turn.keep // size for session in sessions for turn in session.turns)
+    return total + config.max_running * (2 + -(-config.output_reserve // size))
+
+
+def verify(
+    model: "LoadedModel",
+    config: EngineConfig,
+    sessions: Sequence[Session],
+    *,
+    score_share: float = 0.25,
+    perturb: bool = False,
+    implementation: str | None = None,
+) -> Report:
+    """Replays `sessions` with the small cache of `config`, then with one that holds everything, and compares.
+
+    Args:
+        model: what to run.
+        config: of the small cache.
+        sessions: what to replay; `config.max_running` of them are live at once.
+        score_share: share of the requests whose whole prompt is scored, which costs a forward pass over it.
+        perturb: change one bit of a refilled page in the small cache.
+        implementation: of the attention kernel; None: the default.
+    """
+    num_pages = max(large_pool_pages(sessions, config), config.num_device_pages + 1)
+    options = {"num_pages": num_pages, "deterministic": True, "scoring": True, "implementation": implementation}
+    executor = engine_options.make_executor(model, config, **options)
+    wrapped = Perturber(executor) if perturb else executor
+    small = _Run(config, wrapped, sessions, config.max_running, score_share)
+    cache = small.driver.state.cache
+    pages = dict(_contents(cache, executor))
+    del executor
+
+    executor = engine_options.make_executor(model, config, **options)
+    large_config = dataclasses.replace(config, device_tokens=num_pages * config.page_size)
+    large = _Run(large_config, executor, sessions, config.max_running, score_share)
+    if large.driver.state.counters.evicted_pages:
+        raise RuntimeError(f"the large cache of {num_pages} pages evicted; it must not.")
+    page_bits, num_matched = 0, 0
+    for digest, data in _contents(large.driver.state.cache, executor, wanted=pages):
+        page_bits += _differing_bits(pages[digest], data)
+        num_matched += 1
+    return Report(
+        **dataclasses.asdict(_compare(small.replies, large.replies)),
+        evicted_pages=small.driver.state.counters.evicted_pages,
+        pages=len(pages),
+        page_bytes=sum(data.nbytes for data in pages.values()),
+        unmatched_pages=len(pages) - num_matched,
+        page_bits=page_bits,
+        perturbed=wrapped.done or "nothing: no hole was refilled" if isinstance(wrapped, Perturber) else "",
+    )
+
+
+def _contents(
+    cache: CacheState, executor: "JaxExecutor", wanted: dict[bytes, np.ndarray] | None = None
+) -> Iterator[tuple[bytes, np.ndarray]]:
+    found = [item for item in resident_histories(cache) if wanted is None or item[0] in wanted]
+    for first in range(0, len(found), _READ_PAGES):
+        batch = found[first : first + _READ_PAGES]
+        data = executor.read_pages(np.array([page_id for _, page_id in batch], np.int32))
+        yield from ((digest, data[index]) for index, (digest, _) in enumerate(batch))
+
+
+def _compare(small: dict[Key, _Reply], large: dict[Key, _Reply]) -> Compared:
+    counts = collections.Counter({field.name: 0 for field in dataclasses.fields(Compared)})
+    if small.keys() != large.keys():
+        raise RuntimeError(f"{len(small.keys() ^ large.keys())} requests ran in one cache only.")
+    for key, mine in small.items():
+        other = large[key]
+        assert mine.metrics is not None, "a request that ended was admitted"
+        match_stop = mine.metrics.prompt_len - mine.metrics.new
+        holes = [(start, min(stop, match_stop)) for start, stop in mine.metrics.compute_spans if start < match_stop]
+        counts["requests"] += 1
+        counts["requests_with_holes"] += bool(holes)
+        counts["most_holes"] = max(counts["most_holes"], len(holes))
+        counts["holes"] += len(holes)
+        counts["refilled_tokens"] += mine.metrics.refilled
+        counts["reused_tokens"] += mine.metrics.device_hit + mine.metrics.host_hit
+        counts["output_positions"] += len(mine.tokens)
+        counts["output_bits"] += _differing_bits(np.array(mine.tokens, np.int32), np.array(other.tokens, np.int32))
+        counts["output_bits"] += _differing_bits(np.float32(mine.logprobs), np.float32(other.logprobs))
+        if mine.scores is not None and mine.reused is not None and other.scores is not None:
+            missing = int(np.isnan(mine.scores[1:]).sum() + np.isnan(other.scores[1:]).sum())
+            if missing:
+                raise RuntimeError(f"session {key[0]!r}, turn {key[1]}: {missing} prompt positions were not scored.")
+            recomputed = np.zeros(len(mine.scores), bool)
+            for start, stop in holes:
+                recomputed[start + 1 : stop + 1] = True
+            counts["scored_requests"] += 1
+            counts["scored_reused"] += int(mine.reused[1:].sum())
+            counts["scored_recomputed"] += int((recomputed & ~mine.reused)[1:].sum())
+            counts["scored_new"] += int((~recomputed & ~mine.reused)[1:].sum())
+            counts["score_bits"] += _differing_bits(mine.scores[1:], other.scores[1:])
+    return Compared(**counts)
+
+
+def _differing_bits(left: np.ndarray, right: np.ndarray) -> int:
+    left, right = np.ascontiguousarray(left), np.ascontiguousarray(right)
+    if left.shape != right.shape or left.dtype != right.dtype:
+        raise ValueError(f"{left.dtype}{list(left.shape)} cannot be compared with {right.dtype}{list(right.shape)}.")
+    return int(np.bitwise_count(left.view(np.uint8) ^ right.view(np.uint8)).sum())
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of the command."""
+    engine_options.add_trace_flags(parser, nargs="*")
+    engine_options.add_engine_flags(parser, model="random:tiny", page_size=16)
+    parser.add_argument("--policy", default="penelope", metavar="NAME", help="of the small cache")
+    parser.add_argument(
+        "--score-share", type=float, default=0.25, metavar="X", help="share of the prompts scored (0.25)"
+    )
+    parser.add_argument("--perturb", action="store_true", help="flip one bit of a refilled page: must be found")
+    parser.add_argument("--json", metavar="FILE", help="write the report here")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command; returns 0 when all bits are equal, 1 when some differ."""
+    policies = engine_options.policies(args, args.policy)
+    if len(policies) != 1:
+        raise InputError(f"--policy {args.policy}: verify takes one policy.")
+    if not 0 <= args.score_share <= 1:
+        raise InputError(f"--score-share {args.score_share} must be in [0, 1].")
+    engine_options.check_output("--json", args.json)
+    model = engine_options.load_model(args)
+    max_context = engine_options.context_limit(args, model)
+    if args.trace:
+        sessions = engine_options.load_trace(args, max_context).sessions
+    else:
+        sessions = synthesize(dataclasses.replace(DEFAULT_TRACE, context=min(DEFAULT_TRACE.context, max_context)))
+    config = engine_options.engine_config(args, model, sessions, policies[0], max_context)
+    print(
+        f"{len(sessions)} sessions, {args.sessions} live; {model.name}, {model.config.dtype}; small cache "
+        f"{config.device_tokens:,} tokens in pages of {config.page_size}."
+    )
+    report = verify(model, config, sessions, score_share=args.score_share, perturb=args.perturb)
+    print(report.text())
+    if args.json:
+        settings = engine_options.config_document(config, model=model.name, dtype=model.config.dtype)
+        run_info = {"seed": args.seed, **engine_options.environment()}
+        write_json(args.json, {"config": settings, "run": run_info, "report": dataclasses.asdict(report)})
+    return 0 if report.identical else DIFFERENT
