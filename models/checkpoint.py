@@ -10,6 +10,7 @@ import dataclasses
 import pathlib
 import re
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import jax
 import numpy as np
@@ -129,7 +130,7 @@ def stack_params(
     for (path, leaf), sharding in zip(leaves, shardings, strict=True):
         field = path[-1].name
         host = np.empty(leaf.shape, leaf.dtype)
-        parts = [host] if len(path) == 1 else list(host)  # views, one a layer
+        parts: Iterable[Any] = [host] if len(path) == 1 else host  # views, one a layer
         for part, name in zip(parts, names[field], strict=True):
             tensor = read(name)
             part[...] = tensor.T if _is_transposed(field) else tensor

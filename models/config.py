@@ -143,7 +143,7 @@ def from_hf_config(hf: Mapping[str, Any], where: str) -> ModelConfig:
     Raises:
         ValueError: a field is missing or has a bad value, or the model is one this version cannot run.
     """
-    model_type = hf.get("model_type")
+    model_type: Any = hf.get("model_type")
     _refuse_other_attention(hf, where)
     if model_type not in _ARCHITECTURES:
         raise ValueError(
@@ -245,9 +245,13 @@ def _rope_scaling(rope: Mapping[str, Any], where: str) -> RopeScaling | None:
     if kind == "linear":
         return RopeScaling(kind="linear", factor=_number(rope, "factor", place))
     if kind == "llama3":
-        numbers = {name: _number(rope, name, place) for name in llama.ROPE_SCALING_FIELDS}
-        original = _number(rope, "original_max_position_embeddings", place)
-        return RopeScaling(kind="llama3", original_max_context=int(original), **numbers)
+        return RopeScaling(
+            kind="llama3",
+            factor=_number(rope, "factor", place),
+            low_freq_factor=_number(rope, "low_freq_factor", place),
+            high_freq_factor=_number(rope, "high_freq_factor", place),
+            original_max_context=int(_number(rope, "original_max_position_embeddings", place)),
+        )
     raise ValueError(
         f"{where}: rope scaling {kind!r} is not supported in this version; supported: default, linear, llama3."
     )

@@ -8,6 +8,7 @@ Letters: T rows, R rows of the head, D model, N query heads, K kv heads, H head,
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -72,7 +73,7 @@ def parameter_shapes(config: ModelConfig) -> Params:
     if config.attention_bias:
         layers |= {"q_bias": (q_size,), "k_bias": (kv_size,), "v_bias": (kv_size,), "o_bias": (d,)}
 
-    def leaf(*shape):
+    def leaf(*shape) -> Any:
         return jax.ShapeDtypeStruct(shape, jnp.dtype(config.dtype))
 
     return Params(
@@ -102,23 +103,21 @@ def parameter_specs(config: ModelConfig) -> Params:
     """Returns a `Params` whose leaves are `PartitionSpec`s over a mesh with axes `data` and `tensor`."""
     shapes = parameter_shapes(config)
 
-    def spec(name: str) -> PartitionSpec:
+    def spec(name: str) -> Any:
         axis = _SHARDED_LAYER_AXIS.get(name)
         return PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, "tensor")
 
     fields = [field.name for field in dataclasses.fields(LayerParams)]
-    return Params(
-        embed=PartitionSpec("tensor", None),
-        layers=LayerParams(**{name: spec(name) for name in fields if getattr(shapes.layers, name) is not None}),
-        final_norm=PartitionSpec(),
-        lm_head=None if shapes.lm_head is None else PartitionSpec(None, "tensor"),
-    )
+    top: dict[str, Any] = {"embed": PartitionSpec("tensor", None), "final_norm": PartitionSpec()}
+    if shapes.lm_head is not None:
+        top["lm_head"] = PartitionSpec(None, "tensor")
+    layers = LayerParams(**{name: spec(name) for name in fields if getattr(shapes.layers, name) is not None})
+    return Params(layers=layers, **top)
 
 
-def single_device_mesh(device: jax.Device | None = None) -> Mesh:
-    """Returns the 1 x 1 mesh of `device`, by default the first one."""
-    devices = np.array([device or jax.local_devices()[0]]).reshape(1, 1)
-    return Mesh(devices, MESH_AXES, axis_types=(AxisType.Auto, AxisType.Auto))
+def single_device_mesh() -> Mesh:
+    """Returns the 1 x 1 mesh of the first device."""
+    return Mesh(np.array(jax.local_devices()[:1]).reshape(1, 1), MESH_AXES, axis_types=(AxisType.Auto, AxisType.Auto))
 
 
 def parameter_shardings(config: ModelConfig, mesh: Mesh) -> Params:

@@ -12,7 +12,6 @@ MODEL_TYPE = "llama"
 HF_CLASS = "LlamaForCausalLM"
 QK_NORM = False
 DEFAULT_ROPE_THETA = 10000.0
-ROPE_SCALING_FIELDS = ("factor", "low_freq_factor", "high_freq_factor")
 
 # Field of LayerParams -> name below `model.layers.{i}.`
 HF_LAYER_TENSORS = {

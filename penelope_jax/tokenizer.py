@@ -207,7 +207,7 @@ def byte_level_bpe(
     if pre_tokenizer not in _PRE_TOKENIZERS:
         known = ", ".join(_PRE_TOKENIZERS)
         raise ValueError(f"{where}: pre-tokenizer {pre_tokenizer!r} is not supported; known: {known}.")
-    pairs = [tuple(merge.split(" ")) for merge in merges]
+    pairs: list[Any] = [tuple(merge.split(" ")) for merge in merges]
     broken = next((i for i, pair in enumerate(pairs) if len(pair) != 2), None)
     if broken is not None:
         raise ValueError(f"{where}: merge {broken} is {merges[broken]!r}; must be two parts with a space between.")

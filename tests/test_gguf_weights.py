@@ -2,6 +2,7 @@
 
 import dataclasses
 import pathlib
+from typing import Any
 
 import jax
 import numpy as np
@@ -81,7 +82,7 @@ def write_gguf(path: pathlib.Path, config: ModelConfig, params: layers.Params, *
             writer.add_float32(key, value)
         elif value is not None:
             writer.add_uint32(key, value)
-    tensors = {"token_embd.weight": params.embed, "output_norm.weight": params.final_norm}
+    tensors: dict[str, Any] = {"token_embd.weight": params.embed, "output_norm.weight": params.final_norm}
     if params.lm_head is not None:
         tensors["output.weight"] = params.lm_head.T
     for field, tensor_name in GGUF_NAMES.items():
@@ -130,12 +131,13 @@ def test_gguf_quantised_and_low_precision(tmp_path):
     gguf = pytest.importorskip("gguf", reason="needs the extra [demo]")
     params = numpy_params(QWEN3)
     down = params.layers.down_proj[0].T
-    stored = {"blk.0.ffn_down.weight": (down, gguf.GGMLQuantizationType.Q8_0)}
-    stored["output.weight"] = params.lm_head.T.astype(np.float16)
+    head = np.asarray(params.lm_head)
+    stored: dict[str, Any] = {"blk.0.ffn_down.weight": (down, gguf.GGMLQuantizationType.Q8_0)}
+    stored["output.weight"] = head.T.astype(np.float16)
     write_gguf(tmp_path / "model.gguf", QWEN3, params, tensors=stored)
     loaded = registry.load_model(str(tmp_path / "model.gguf"))
     np.testing.assert_allclose(loaded.params.layers.down_proj[0], down.T, rtol=0, atol=np.abs(down).max() / 250)
-    np.testing.assert_array_equal(loaded.params.lm_head, params.lm_head.astype(np.float16).astype(np.float32))
+    np.testing.assert_array_equal(loaded.params.lm_head, head.astype(np.float16).astype(np.float32))
     low = registry.load_model(str(tmp_path / "model.gguf"), dtype="bfloat16")
     assert {leaf.dtype for leaf in jax.tree.leaves(low.params)} == {np.dtype("bfloat16")}
 

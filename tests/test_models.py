@@ -5,6 +5,7 @@ import functools
 import json
 import math
 import pathlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -60,11 +61,11 @@ def numpy_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
 
 def numpy_logits(config: ModelConfig, params: Params, tokens: np.ndarray) -> np.ndarray:
     """Returns f64[T, V]."""
-    params = jax.tree.map(lambda leaf: np.asarray(leaf, dtype=np.float64), params)
+    exact: Any = jax.tree.map(lambda leaf: np.asarray(leaf, dtype=np.float64), params)
     size = config.head_dim
-    rows = [params.embed[token] for token in tokens]
+    rows = [exact.embed[token] for token in tokens]
     for index in range(config.num_layers):
-        layer = jax.tree.map(lambda leaf, index=index: leaf[index], params.layers)
+        layer = jax.tree.map(lambda leaf, index=index: leaf[index], exact.layers)
 
         def project(row, name, layer=layer):
             bias = getattr(layer, f"{name}_bias")
@@ -92,8 +93,8 @@ def numpy_logits(config: ModelConfig, params: Params, tokens: np.ndarray) -> np.
             gate = normed @ layer.gate_proj
             out.append(row + (gate / (1 + np.exp(-gate)) * (normed @ layer.up_proj)) @ layer.down_proj)
         rows = out
-    head = params.embed.T if params.lm_head is None else params.lm_head
-    return np.array([numpy_norm(row, params.final_norm, config.norm_eps) @ head for row in rows])
+    head = exact.embed.T if exact.lm_head is None else exact.lm_head
+    return np.array([numpy_norm(row, exact.final_norm, config.norm_eps) @ head for row in rows])
 
 
 # Ours: the functions of layers.py around plain dense attention.
@@ -139,7 +140,7 @@ def test_logits_equal_numpy_in_float64(config):
 
 def swap(params: Params, one: str, other: str) -> Params:
     changed = {one: getattr(params.layers, other), other: getattr(params.layers, one)}
-    return params.replace(layers=params.layers.replace(**changed))
+    return dataclasses.replace(params, layers=dataclasses.replace(params.layers, **changed))
 
 
 @pytest.mark.parametrize(
@@ -182,7 +183,8 @@ def test_sharded_over_tensor_gives_the_same_logits():
     devices = np.array(jax.devices()[:2]).reshape(1, 2)
     mesh = Mesh(devices, layers.MESH_AXES, axis_types=(AxisType.Auto, AxisType.Auto))
     sharded = params_of(QWEN3, mesh)
-    assert sharded.layers.k_proj.sharding.spec == jax.sharding.PartitionSpec(None, None, "tensor")
+    spec = jax.sharding.PartitionSpec(None, None, "tensor")
+    assert sharded.layers.k_proj.sharding == jax.sharding.NamedSharding(mesh, spec)
     assert sharded.layers.k_proj.addressable_shards[0].data.shape == (2, 64, 16)
     expected = dense_logits(QWEN3, params_of(QWEN3), TOKENS)
     np.testing.assert_allclose(dense_logits(QWEN3, sharded, TOKENS), expected, rtol=0, atol=2e-5)
@@ -190,7 +192,7 @@ def test_sharded_over_tensor_gives_the_same_logits():
 
 def test_embed_clips_ids_out_of_range():
     params = params_of(QWEN3)
-    rows = layers.embed(QWEN3, params, np.array([0, 255, 256, 9999], np.int32))
+    rows = layers.embed(QWEN3, params, jnp.array([0, 255, 256, 9999], jnp.int32))
     np.testing.assert_array_equal(rows[1], rows[2])
     np.testing.assert_array_equal(rows[1], rows[3])
 

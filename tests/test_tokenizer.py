@@ -4,6 +4,7 @@ import itertools
 import json
 import pathlib
 import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -300,7 +301,7 @@ def test_missing_and_broken_tokenizer_files(tmp_path):
 @pytest.mark.parametrize("place", ["file", "config", "list"])
 def test_chat_template_and_ids_equal_transformers(tmp_path, place):
     transformers = pytest.importorskip("transformers")
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "<|end|>"}
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "<|end|>"}
     if place == "config":
         config["chat_template"] = TEMPLATE
     elif place == "list":
@@ -312,10 +313,8 @@ def test_chat_template_and_ids_equal_transformers(tmp_path, place):
     ours = Tokenizer.from_directory(tmp_path)
     for tools in (None, TOOLS):
         for count in range(1, len(MESSAGES) + 1):
-            for options in (
-                {"add_generation_prompt": True, "enable_thinking": False},
-                {"add_generation_prompt": False},
-            ):
+            for opened in (True, False):
+                options: dict[str, Any] = {"add_generation_prompt": opened, "enable_thinking": not opened}
                 expected = theirs.apply_chat_template(MESSAGES[:count], tools=tools, tokenize=False, **options)
                 text = ours.chat_template.render(MESSAGES[:count], tools=tools, **options)
                 assert text.encode() == expected.encode()
