@@ -1,0 +1,132 @@
+"""`penelope scenario FILE`: runs a script that drives the cache and prints the tree after each step.
+
+A script is lines of commands; README and `tests/golden/` have examples. The first one is `cache`, which makes an engine
+and may come again to start over. Every command is followed by what it did and by the state after it, or by `(as
+before)`. `expect` lines say what must hold; one that does not ends the script, as does an error that no `expect error`
+follows, and a broken invariant, which is looked for after every command.
+
+    python -m penelope_jax.experiments.scenario --update FILE...
+
+writes what each script prints to FILE.expected, which is how the expected texts of `tests/golden/` are made.
+"""
+
+import argparse
+import pathlib
+import sys
+
+from penelope_jax.errors import InputError, bad_input
+from penelope_jax.experiments import command, scenario_cache, scenario_engine
+from penelope_jax.experiments.scenario_expect import NotAsExpected, expect
+from penelope_jax.experiments.scenario_language import Line, read_line
+from penelope_jax.experiments.scenario_world import World
+
+COMMANDS = scenario_cache.COMMANDS | scenario_engine.COMMANDS
+
+
+class ScenarioFailed(Exception):
+    """Something does not hold. `output` is what was printed up to there."""
+
+    def __init__(self, message: str, output: str):
+        super().__init__(message)
+        self.output = output
+
+
+def run_text(source: str, name: str) -> str:
+    """Runs a script.
+
+    Args:
+        source: its text.
+        name: its name in errors.
+
+    Returns:
+        The script with what each command did, and the state after it, below the command.
+
+    Raises:
+        InputError: a line cannot be understood.
+        ScenarioFailed: an expectation or an invariant does not hold, or a command fails unexpectedly.
+    """
+    said: list[str] = []
+    world: World | None = None
+    number = 0
+    failed = ""  # place of an error that nothing has expected so far
+    try:
+        for number, text in enumerate(source.splitlines(), 1):
+            line = read_line(text, f"{name}:{number}")
+            if failed and world is not None and line is not None and not line.text.startswith("error "):
+                break
+            said.append(text.rstrip())
+            if line is None:
+                continue
+            if line.command == "cache":
+                world = World(line)
+                continue
+            if world is None:
+                raise InputError(f"{line.place}: the first command must be cache, got {line.command!r}.")
+            if line.command == "expect":
+                expect(world, line)
+                failed = ""
+            else:
+                said.extend(f"    {result}" for result in _do(world, line))
+                failed = line.place if world.outcome.error else ""
+        if failed and world is not None:
+            raise NotAsExpected(f"{failed}: {world.outcome.error}")
+        if world is not None:
+            world.check_past()
+    except (NotAsExpected, AssertionError) as error:
+        place = "" if failed else f"{name}:{number}: "
+        raise ScenarioFailed(f"{place}{error}", "\n".join(said)) from error
+    return "\n".join(said) + "\n"
+
+
+def _do(world: World, line: Line) -> list[str]:
+    if line.command not in COMMANDS:
+        known = ", ".join(("cache", "expect", *COMMANDS))
+        raise InputError(f"{line.place}: unknown command {line.command!r}; known: {known}.")
+    run, options = COMMANDS[line.command]
+    line.only(options)
+    return world.do(run, line)
+
+
+def run_file(path: str) -> str:
+    """Runs a script from a file; see `run_text`."""
+    with bad_input():
+        source = pathlib.Path(path).read_text(encoding="utf-8")
+    return run_text(source, path)
+
+
+def main(path: str) -> int:
+    """Runs a script and prints it; returns the exit code: 1 when something in it does not hold."""
+    try:
+        print(run_file(path), end="")
+    except ScenarioFailed as error:
+        print(error.output)
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+def expected_path(path: str | pathlib.Path) -> pathlib.Path:
+    """Returns the file beside a script that holds the text it must print."""
+    return pathlib.Path(path).with_suffix(".expected")
+
+
+def _add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("files", metavar="FILE", nargs="+", help="scripts")
+    parser.add_argument("--update", action="store_true", help="write what each prints to FILE.expected")
+
+
+def _run(args: argparse.Namespace) -> int:
+    if not args.update:
+        return max(main(path) for path in args.files)
+    for path in args.files:
+        try:
+            expected_path(path).write_text(run_file(path), encoding="utf-8")
+        except ScenarioFailed as error:
+            print(error.output)
+            print(error, file=sys.stderr)
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    command.start_module("scenario", "Runs cache scripts.", _add_flags, _run)

@@ -1,0 +1,197 @@
+"""Commands of a scenario that go through the engine: requests, plans and steps."""
+
+import numpy as np
+
+from penelope_jax import engine
+from penelope_jax.errors import InputError
+from penelope_jax.events import (
+    Abort,
+    Event,
+    Finished,
+    Flush,
+    Refused,
+    RequestMetrics,
+    Sampled,
+    Scored,
+    Submit,
+    Update,
+)
+from penelope_jax.experiments.kv_model import Row
+from penelope_jax.experiments.scenario_language import Line, one_word, parts
+from penelope_jax.experiments.scenario_world import Command, World
+from penelope_jax.segments import SamplingParams, StepDone, StepPlan
+
+_MAX_STEPS = 1000
+
+
+def submit(world: World, line: Line) -> list[str]:
+    """`submit NAME HISTORY`: a request arrives. It samples `outputs`, then tokens of its own: `r1.1` is r1's first.
+
+    `max_tokens=most` leaves the number of outputs to the engine.
+    """
+    name, _, history = line.text.partition(" ")
+    if name in world.requests:
+        raise InputError(f"{line.place}: there was a request called {name!r} already.")
+    request_id = len(world.requests)
+    logprobs_from = line.number("logprobs_from", 0) if "logprobs_from" in line.options else None
+    event = Submit(
+        request_id=request_id,
+        tokens=world.words.tokens(history, line.place),
+        sampling=SamplingParams(
+            max_tokens=None if line.options.get("max_tokens") == "most" else line.number("max_tokens", 1),
+            stop_token_ids=tuple(world.words.token(word) for word in parts(line.options.get("stop", ""))),
+            prompt_logprobs_from=logprobs_from,
+        ),
+        cache_salt=line.options.get("salt", ""),
+        time_s=line.number("at", 0),
+    )
+    world.requests.append(name)
+    world.outputs[request_id] = parts(line.options.get("outputs", ""))
+    return _apply(world, event)
+
+
+def abort(world: World, line: Line) -> list[str]:
+    """`abort NAME`: the client of a request leaves."""
+    return _apply(world, Abort(request_id=world.request_id(one_word(line), line.place)))
+
+
+def flush(world: World, line: Line) -> list[str]:
+    """`flush`: drops all K/V that no request holds."""
+    return _apply(world, Flush())
+
+
+def plan(world: World, line: Line) -> list[str]:
+    """`plan`: plans a step and starts it."""
+    return _plan(world)
+
+
+def done(world: World, line: Line) -> list[str]:
+    """`done`: the oldest step in flight comes back."""
+    if not world.pending:
+        raise InputError(f"{line.place}: no step is in flight.")
+    return _apply(world, world.pending.popleft())
+
+
+def step(world: World, line: Line) -> list[str]:
+    """`step`: plans a step, starts it, and waits for every step in flight."""
+    said = _plan(world)
+    while world.pending:
+        said.extend(_apply(world, world.pending.popleft()))
+    return said
+
+
+def run(world: World, line: Line) -> list[str]:
+    """`run`: steps until no request is left."""
+    said: list[str] = []
+    for _ in range(_MAX_STEPS):
+        if world.state.idle:
+            return said
+        started = world.state.next_step
+        said.extend(step(world, line))
+        world.check()
+        assert world.state.next_step > started or world.state.idle, "requests are left, but none can go on"
+    raise AssertionError(f"requests are left after {_MAX_STEPS} steps")
+
+
+def _apply(world: World, event: Event) -> list[str]:
+    world.state, updates = engine.apply(world.state, (event,))
+    world.outcome.updates.extend(updates)
+    return [update_text(world, update) for update in updates]
+
+
+def update_text(world: World, update: Update) -> str:
+    """Returns what a client hears of, in words."""
+    name = world.requests[update.request_id]
+    match update:
+        case Sampled():
+            return f"{name} sampled {world.words.name(update.token)} at {update.position}"
+        case Scored():
+            start, stop = update.start + 1, update.start + 1 + len(update.logprobs)
+            return f"{name} scored {start}-{stop} {'reused' if update.reused else 'computed'}"
+        case Finished():
+            return f"{name} finished by {update.reason}"
+        case Refused():
+            return f"{name} refused: {update.message}"
+    raise TypeError(f"unknown update {update!r}.")
+
+
+def hits_text(metrics: RequestMetrics) -> str:
+    """Returns where the tokens of a prompt come from."""
+    return f"{metrics.device_hit} hit, {metrics.refilled} refilled, {metrics.new} new"
+
+
+def _plan(world: World) -> list[str]:
+    before = world.state
+    world.state, step_plan = engine.plan(before)
+    after = world.state
+    world.outcome.plans.append(step_plan)
+    admitted = {request.request_id for request in (*before.running, *before.waiting) if request.metrics is not None}
+    said = []
+    for request in (*after.running, *after.waiting):
+        if request.metrics is not None and request.request_id not in admitted:
+            world.metrics[request.request_id] = request.metrics
+            said.append(f"{world.requests[request.request_id]} admitted: {hits_text(request.metrics)}")
+    if step_plan is None:
+        return [*said, "nothing to run"]
+    if step_plan.retracted:
+        retracted = [world.requests[request_id] for request_id in step_plan.retracted]
+        world.outcome.retracted.extend(retracted)
+        said.append(f"retracted {' '.join(retracted)}")
+    if step_plan.evicted:
+        said.append(world.note_evicted(before.cache, step_plan.evicted))
+    said.append(f"step {step_plan.step}: {', '.join(segment_texts(world, step_plan))}")
+    _start(world, step_plan)
+    return said
+
+
+def segment_texts(world: World, step_plan: StepPlan) -> list[str]:
+    """Returns each segment of a plan, as in `r1 phantom 4-12`; `sample` where its last row is sampled."""
+    return [
+        f"{world.requests[segment.request_id]} {segment.kind.value} {segment.start}-{segment.stop}"
+        + (" sample" if segment.sample is not None else "")
+        for segment in step_plan.segments
+    ]
+
+
+def _start(world: World, step_plan: StepPlan) -> None:
+    """Runs a plan on the stand-in for the device; its results wait for `done`."""
+    requests = {request.request_id: request for request in world.state.running}
+    rows: list[Row] = []
+    tokens: list[int] = []
+    for segment in step_plan.segments:
+        request = requests[segment.request_id]
+        prompt_len = request.original_len
+        outputs = [_sample(world, segment.request_id, index) for index in range(segment.stop - prompt_len)]
+        history = np.array([*request.prompt[:prompt_len].tolist(), *outputs], np.int32)
+        rows.append(Row(segment, history, request.namespace, world.requests[segment.request_id]))
+        if segment.sample is not None:
+            tokens.append(_sample(world, segment.request_id, segment.stop - prompt_len))
+    world.kv.run(rows)
+    targets = [segment.targets for segment in step_plan.segments if segment.targets is not None]
+    world.pending.append(
+        StepDone(
+            step=step_plan.step,
+            tokens=np.array(tokens, np.int32),
+            logprobs=np.full(len(tokens), -1.0, np.float32),
+            scores=tuple(np.where(wanted >= 0, -1.0, np.nan).astype(np.float32) for wanted in targets),
+        )
+    )
+
+
+def _sample(world: World, request_id: int, index: int) -> int:
+    given = world.outputs[request_id]
+    return world.words.token(given[index] if index < len(given) else f"{world.requests[request_id]}.{index + 1}")
+
+
+_SUBMIT_OPTIONS = ("max_tokens", "outputs", "stop", "salt", "logprobs_from", "at")
+
+COMMANDS: dict[str, tuple[Command, tuple[str, ...]]] = {
+    "submit": (submit, _SUBMIT_OPTIONS),
+    "abort": (abort, ()),
+    "flush": (flush, ()),
+    "plan": (plan, ()),
+    "done": (done, ()),
+    "step": (step, ()),
+    "run": (run, ()),
+}
+"""Command -> what it does, and the options it takes."""

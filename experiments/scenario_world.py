@@ -1,0 +1,181 @@
+"""The world of a scenario: one engine, what the scenario calls its parts, and what must hold after every command.
+
+A stand-in for the K/V arrays follows every step, so a row that reads a page it should not fails where it happens.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+
+from penelope_jax import pages, radix_tree
+from penelope_jax.config import EngineConfig, InsertUnit, policy_named
+from penelope_jax.errors import InputError, bad_input
+from penelope_jax.events import RequestMetrics, Update
+from penelope_jax.experiments import render
+from penelope_jax.experiments.kv_model import KVModel, history_hashes
+from penelope_jax.experiments.scenario_language import Line, Vocabulary, plain
+from penelope_jax.invariants import check_cache
+from penelope_jax.radix_tree import CacheState, Match, Pin
+from penelope_jax.segments import EvictedSpan, StepDone, StepPlan
+from penelope_jax.state import EngineState, make_state, private_page_ids
+
+_CONFIG_NUMBERS = {
+    "context": "max_context",
+    "running": "max_running",
+    "step_segments": "max_step_segments",
+    "reserve": "output_reserve",
+}
+
+
+@dataclasses.dataclass(slots=True)
+class Outcome:
+    """What the last command did, for the expectations that follow it."""
+
+    found: Match | None = None
+    adopted: int = 0
+    returned: int = 0
+    evicted: list[str] = dataclasses.field(default_factory=list)
+    short: int = 0
+    plans: list[StepPlan | None] = dataclasses.field(default_factory=list)
+    retracted: list[str] = dataclasses.field(default_factory=list)
+    updates: list[Update] = dataclasses.field(default_factory=list)
+    error: str = ""
+    changed: bool = True
+
+
+class World:
+    """One engine and what a scenario calls its parts.
+
+    Args:
+        line: the `cache` command.
+    """
+
+    def __init__(self, line: Line):
+        line.only({"pages", "page_size", "policy", "scheduler", "step_tokens", "max_wait", "insert_unit", *_CONFIG_NUMBERS})
+        page_size = line.number("page_size", 4)
+        num_pages = line.number("pages", 16)
+        limits = {name: line.number(option, 0) for option, name in _CONFIG_NUMBERS.items() if option in line.options}
+        with bad_input(line.place):
+            policy = policy_named(line.options.get("policy", "penelope"))
+            if "insert_unit" in line.options:
+                policy = dataclasses.replace(policy, insert_unit=InsertUnit(line.options["insert_unit"]))
+            self.config = EngineConfig(
+                device_tokens=num_pages * page_size,
+                page_size=page_size,
+                policy=policy,
+                scheduler=line.options.get("scheduler", "lpm"),
+                max_step_tokens=line.number("step_tokens", 64 * page_size),
+                max_wait_s=line.number("max_wait", 60),
+                **limits,  # type: ignore[arg-type]
+            )
+        self.state: EngineState = make_state(self.config)
+        self.kv = KVModel(page_size)
+        self.words = Vocabulary(page_size)
+        self.requests: list[str] = []
+        self.outputs: dict[int, list[str]] = {}
+        self.metrics: dict[int, RequestMetrics] = {}
+        self.pins: dict[str, Pin] = {}
+        self.hands: dict[str, np.ndarray] = {}
+        self.pending: collections.deque[StepDone] = collections.deque()
+        self.saved: dict[str, tuple] = {}
+        self.past: list[tuple[EngineState, list[str]]] = []
+        self.outcome = Outcome()
+
+    # What is said of it.
+
+    @property
+    def names(self) -> render.Names:
+        pins = {receipt.pin_id: name for name, receipt in self.pins.items()}
+        pins |= {request.pin.pin_id: self.requests[request.request_id] for request in self.state.running}
+        return render.Names(page=self.words.page, request=self.requests.__getitem__, pins=pins)
+
+    def text(self, state: EngineState) -> list[str]:
+        lines = render.tree_lines(state.cache, self.names)
+        lines.extend(f"{name} holds {render.page_numbers(ids.tolist())}" for name, ids in self.hands.items())
+        return lines + render.engine_lines(state, self.names)
+
+    def do(self, command: "Command", line: Line) -> list[str]:
+        """Runs a command.
+
+        Returns:
+            What it did, and the state after it.
+
+        Raises:
+            InputError: the line cannot be understood.
+            AssertionError: the state is wrong.
+        """
+        before, text_before = self.state, self.text(self.state)
+        self.outcome = Outcome()
+        try:
+            said = command(self, line)
+        except InputError:
+            raise
+        except (ValueError, pages.OutOfPages) as error:
+            assert self.state is before, f"the state changed although the command failed: {error}"
+            self.outcome.error = str(error)
+            said = [f"error: {error}"]
+        self.check()
+        text = self.text(self.state)
+        self.outcome.changed = text != text_before
+        self.past.append((self.state, render.tree_lines(self.state.cache, render.Names())))
+        return said + (text if self.outcome.changed else ["(as before)"])
+
+    # What must hold after every command.
+
+    def check(self) -> None:
+        """Raises AssertionError when pages are lost, rows are stale, pins do not balance, or K/V is not what it should be."""
+        cache, running = self.state.cache, self.state.running
+        in_hands = np.concatenate([np.empty(0, np.int32), *self.hands.values()])
+        check_cache(cache, np.concatenate([private_page_ids(self.state), in_hands]))
+        self.kv.forget(cache.device.free_ids())
+        for request in running:
+            tree = request.page_table[: request.path_stop // self.config.page_size]
+            path = radix_tree.path_page_ids(cache, request.pin.node_id)
+            name = self.requests[request.request_id]
+            assert len(path) == len(tree), f"{name}'s pin ends elsewhere than its path"
+            assert ((tree == path) | (tree == pages.NO_PAGE)).all(), f"{name}'s row is stale: {tree} but {path}"
+        out = {receipt.pin_id for receipt in self.pins.values() if receipt.pin_id in cache.pins}
+        assert len(cache.pins) == len(out) + len(running), f"{len(cache.pins)} pins are out, {len(out)} of them given"
+        for namespace in cache.roots:
+            for end in render.end_nodes(cache, namespace):
+                path = radix_tree.path_nodes(cache, end.node_id)
+                tokens = np.frombuffer(b"".join(node.tokens for node in path), np.int32)
+                hashes = history_hashes(tokens.tolist(), namespace)
+                for node in path:
+                    for index in np.flatnonzero(node.page_ids != pages.NO_PAGE).tolist():
+                        start = node.start + index * self.config.page_size
+                        row = [-1] * (start // self.config.page_size) + [int(node.page_ids[index])]
+                        self.kv.check(row, start, start + self.config.page_size, hashes, "the tree")
+
+    def check_past(self) -> None:
+        """Raises AssertionError when a state of the past reads differently now."""
+        for state, text in self.past:
+            assert render.tree_lines(state.cache, render.Names()) == text, "a past state has changed"
+
+    # What commands need.
+
+    def request_id(self, name: str, place: str) -> int:
+        """Returns the id of a request, or raises InputError when there was none of that name."""
+        if name not in self.requests:
+            raise InputError(f"{place}: there is no request called {name!r}.")
+        return self.requests.index(name)
+
+    def note_evicted(self, before: CacheState, spans: tuple[EvictedSpan, ...]) -> str:
+        """Notes what was evicted, by name where its node was there before or still is, and says so."""
+        names = self.names
+        for span in spans:
+            cache = before if span.node_id in before.nodes else self.state.cache
+            if span.node_id not in cache.nodes:
+                self.outcome.evicted.append(f"[{span.start}, {span.stop})")
+                continue
+            node = cache.nodes[span.node_id]
+            size = cache.page_size
+            first, last = (span.start - node.start) // size, (span.stop - node.start) // size
+            self.outcome.evicted.extend(plain(name) for name in render.page_names(cache, node, names)[first:last])
+        return f"evicted {' '.join(self.outcome.evicted) or 'nothing'}"
+
+
+Command = Callable[[World, Line], list[str]]
+"""Changes the world; returns what it did."""
