@@ -78,7 +78,10 @@ class GgufFile:
     def field(self, name: str, default: Any = None) -> Any:
         """Returns a metadata value, or `default`."""
         found = self._fields.get(name)
-        return default if found is None else found.contents()
+        try:
+            return default if found is None else found.contents()
+        except ValueError as error:  # text that is no UTF-8
+            raise ValueError(f"{self.path}: metadata {name!r} cannot be read: {error}.") from error
 
     def _needed(self, name: str) -> Any:
         if name not in self._fields:

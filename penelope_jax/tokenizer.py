@@ -99,6 +99,10 @@ class Tokenizer:
         """Returns the text of `tokens`; bytes that are no UTF-8 become U+FFFD."""
         return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=skip_special_tokens)
 
+    def save(self, path: str | pathlib.Path) -> None:
+        """Writes a `tokenizer.json`; the chat template is not in it."""
+        self._tokenizer.save(str(path))
+
     def detokenizer(self, *, skip_special_tokens: bool = True) -> "Detokenizer":
         """Returns a new stream of text for tokens that come a few at a time."""
         if isinstance(self._tokenizer.decoder, decoders.ByteLevel):
@@ -202,7 +206,7 @@ def byte_level_bpe(
         where: what to name in errors.
 
     Raises:
-        ValueError: no such pre-tokenizer, or a merge that is not two parts.
+        ValueError: no such pre-tokenizer, or a merge that is not two tokens.
     """
     if pre_tokenizer not in _PRE_TOKENIZERS:
         known = ", ".join(_PRE_TOKENIZERS)
@@ -213,7 +217,10 @@ def byte_level_bpe(
         raise ValueError(f"{where}: merge {broken} is {merges[broken]!r}; must be two parts with a space between.")
     splitter, normalizer, ignore_merges = _PRE_TOKENIZERS[pre_tokenizer]
     vocab = {token: i for i, token in enumerate(tokens)}
-    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=pairs, ignore_merges=ignore_merges))
+    try:
+        tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=pairs, ignore_merges=ignore_merges))
+    except Exception as error:  # the library raises bare Exception
+        raise ValueError(f"{where}: vocabulary and merges do not fit: {error}.") from error
     tokenizer.pre_tokenizer = splitter()
     if normalizer is not None:
         tokenizer.normalizer = normalizer()

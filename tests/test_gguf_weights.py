@@ -183,6 +183,7 @@ def test_gguf_row_order_is_undone():
             {"metadata": {"tokenizer.ggml.merges": ["a b", "c"]}},
             "merge 1 is 'c'; must be two parts with a space between",
         ),
+        ({"metadata": {"tokenizer.ggml.merges": ["a xyz"]}}, "vocabulary and merges do not fit: Token `xyz` out of"),
         ({"tensors": {"blk.1.attn_q_norm.weight": None}}, "missing tensors (1): blk.1.attn_q_norm.weight"),
         ({"tensors": {"token_embd.weight": None}}, "missing tensors (1): token_embd.weight"),
         (
@@ -212,6 +213,16 @@ def test_truncated_gguf(tmp_path, keep):
     path.write_bytes(whole[:keep])
     size = len(whole[:keep])
     with pytest.raises(ValueError, match=rf"model\.gguf: broken or truncated GGUF file of {size} bytes"):
+        registry.load_model(str(path))
+
+
+def test_gguf_text_that_is_no_utf_8(tmp_path):
+    path = tmp_path / "model.gguf"
+    write_gguf(path, QWEN3, numpy_params(QWEN3))
+    path.write_bytes(path.read_bytes().replace(b"gpt2", b"\xffpt2"))
+    with pytest.raises(
+        ValueError, match=r"model\.gguf: metadata 'tokenizer\.ggml\.model' cannot be read: 'utf-8' codec"
+    ):
         registry.load_model(str(path))
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
 from penelope_jax.chat_template import ChatTemplate
+from penelope_jax.models.gguf_weights import GgufFile, smollm2_path
 from penelope_jax.tokenizer import Tokenizer, byte_level_bpe
 
 # Uses what templates of the field use: macros, namespaces, loop controls, tojson, filters, tests, whitespace control.
@@ -294,6 +295,31 @@ def test_missing_and_broken_tokenizer_files(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match=r"tokenizer\.json: cannot be read: "):
         Tokenizer.from_directory(tmp_path)
+
+
+@pytest.mark.oracle
+@pytest.mark.filterwarnings("default")
+def test_smollm2_template_and_ids_equal_transformers(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("gguf", reason="needs the extra [demo]")
+    try:
+        file = GgufFile(smollm2_path())
+    except ValueError as error:
+        pytest.skip(str(error))
+    ours, source = file.tokenizer(), file.field("tokenizer.chat_template")
+    ours.save(tmp_path / "tokenizer.json")
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
+    chat = [
+        {"role": role, "content": f"{role}: It's 12 o'clock, <|im_end|> né?"}
+        for role in ("system", "user", "assistant")
+    ]
+    for messages in (chat, chat[1:]):
+        text = ours.chat_template.render(messages)
+        expected = theirs.apply_chat_template(
+            messages, chat_template=source, tokenize=False, add_generation_prompt=True
+        )
+        assert text == expected
+        assert ours.encode(text).tolist() == theirs(text)["input_ids"]
 
 
 @pytest.mark.oracle
