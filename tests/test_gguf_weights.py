@@ -183,7 +183,10 @@ def test_gguf_row_order_is_undone():
             {"metadata": {"tokenizer.ggml.merges": ["a b", "c"]}},
             "merge 1 is 'c'; must be two parts with a space between",
         ),
-        ({"metadata": {"tokenizer.ggml.merges": ["a xyz"]}}, "vocabulary and merges do not fit: Token `xyz` out of"),
+        (
+            {"metadata": {"tokenizer.ggml.merges": ["a xyz"]}},
+            "vocabulary and merges do not fit: Error while initializing BPE",
+        ),
         ({"tensors": {"blk.1.attn_q_norm.weight": None}}, "missing tensors (1): blk.1.attn_q_norm.weight"),
         ({"tensors": {"token_embd.weight": None}}, "missing tensors (1): token_embd.weight"),
         (
