@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import time
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -28,10 +28,14 @@ from penelope_jax.state import EngineState, make_state
 
 
 class Executor(Protocol):
-    """What runs a plan."""
+    """What runs plans, in the order of dispatch."""
 
-    def run(self, plan: StepPlan, time_s: float = 0.0) -> StepDone:
-        """Runs one step and waits for it."""
+    def dispatch(self, plan: StepPlan) -> Any:
+        """Starts a step and does not wait for it; returns what `collect` wants."""
+        ...
+
+    def collect(self, pending: Any, time_s: float = 0.0) -> StepDone:
+        """Waits for a step."""
         ...
 
 
@@ -56,13 +60,26 @@ class GenerateResult(NamedTuple):
 class Driver:
     """Runs requests on an executor, one step at a time.
 
+    With `overlap` the host plans step t + 1 while the device runs step t: sampled tokens go from step to step on the
+    device, and the host hears of them one step late. Outputs are the same; a request that ends on a stop token costs
+    one more row.
+
     Not thread safe: one thread owns it.
     """
 
-    def __init__(self, config: EngineConfig, executor: Executor, clock: Callable[[], float] = time.perf_counter):
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor: Executor,
+        clock: Callable[[], float] = time.perf_counter,
+        *,
+        overlap: bool = False,
+    ):
         self.state: EngineState = make_state(config)
         self.executor = executor
         self.clock = clock
+        self.overlap = overlap
+        self._flying: list[Any] = []  # dispatched and not collected, oldest first
         self._next_id = 0
         self._announced: set[int] = set()
         self._pending: list[Update] = []
@@ -118,7 +135,7 @@ class Driver:
         self._apply(Flush(time_s=self.clock()))
 
     def step(self) -> list[Update]:
-        """Plans and runs one step, and waits for it.
+        """Plans and starts one step, and waits for it; with `overlap`, for the one before.
 
         Returns:
             What happened, in order; empty when there was nothing to do.
@@ -135,17 +152,17 @@ class Driver:
                 assert request.metrics is not None, "an admitted request has metrics"
                 self._announced.add(request.request_id)
                 updates.append(Admitted(request_id=request.request_id, metrics=request.metrics))
-        if plan is None:
+        if plan is not None:
+            self._flying.append(self.executor.dispatch(plan))
+        elif not self._flying:
             raise RuntimeError(
                 f"{len(self.state.running)} running and {len(self.state.waiting)} waiting requests, "
                 f"{self.state.cache.device.num_free} free pages, and none can go on."
             )
-        updates.extend(self._run(plan))
+        if plan is None or not self.overlap or len(self._flying) > 1:
+            done = self.executor.collect(self._flying.pop(0))
+            updates.extend(self._apply(dataclasses.replace(done, time_s=self.clock())))
         return updates
-
-    def _run(self, plan: StepPlan) -> tuple[Update, ...]:
-        done = self.executor.run(plan)
-        return self._apply(dataclasses.replace(done, time_s=self.clock()))
 
     def _apply(self, event: Event) -> tuple[Update, ...]:
         self.state, updates = engine.apply(self.state, (event,))
@@ -192,8 +209,8 @@ class HashExecutor:
     def __init__(self, vocab_size: int = 50_000):
         self.vocab_size = vocab_size
 
-    def run(self, plan: StepPlan, time_s: float = 0.0) -> StepDone:
-        """Returns made-up samples for a plan; log-probabilities are -1."""
+    def dispatch(self, plan: StepPlan) -> StepDone:
+        """Makes up the samples of a plan; log-probabilities are -1."""
         sampling = [segment for segment in plan.segments if segment.sample is not None]
         scored = [segment.targets for segment in plan.segments if segment.targets is not None]
         return StepDone(
@@ -201,8 +218,15 @@ class HashExecutor:
             tokens=np.array([self._token(segment) for segment in sampling], np.int32),
             logprobs=np.full(len(sampling), -1.0, np.float32),
             scores=tuple(np.where(targets >= 0, -1.0, np.nan).astype(np.float32) for targets in scored),
-            time_s=time_s,
         )
+
+    def collect(self, pending: StepDone, time_s: float = 0.0) -> StepDone:
+        """Returns what `dispatch` made up."""
+        return dataclasses.replace(pending, time_s=time_s)
+
+    def run(self, plan: StepPlan, time_s: float = 0.0) -> StepDone:
+        """Runs a step at once."""
+        return self.collect(self.dispatch(plan), time_s)
 
     def _token(self, segment: Segment) -> int:
         digest = hashlib.blake2b(f"{segment.request_id}:{segment.stop}".encode(), digest_size=4).digest()
