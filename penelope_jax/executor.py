@@ -1,0 +1,299 @@
+"""Runs step plans on a device.
+
+The executor owns the one handle to the KV pool. `dispatch` hands a step to the device and returns at once; the pool it
+was given is consumed, so there is always exactly one valid handle. What a step sampled stays on the device as input of
+the next, and reaches the host in `collect`.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import logging
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from penelope_jax.batch import Buckets, ForwardBatch, build_batch, padding_batch
+from penelope_jax.config import check_page_size
+from penelope_jax.forward import POOL_SPEC, StepOutputs, StepSettings, forward_step
+from penelope_jax.kernels.paged_attention import IMPLEMENTATIONS, default_implementation
+from penelope_jax.kernels.q_tiles import decode_q_tile, prefill_q_tile, tiles_agree
+from penelope_jax.models.config import ModelConfig
+from penelope_jax.models.layers import Params
+from penelope_jax.segments import StepDone, StepPlan
+
+_READ_PAGES = 16  # pages gathered at once
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PendingStep:
+    """A step on its way.
+
+    Attributes:
+        step: the plan's number.
+        num_samples: samples of it.
+        score_rows: half-open spans of rows, one for each segment with targets.
+        outputs: arrays on the device, perhaps not computed yet.
+    """
+
+    step: int
+    num_samples: int
+    score_rows: tuple[tuple[int, int], ...]
+    outputs: StepOutputs
+
+
+class JaxExecutor:
+    """Holds the parameters and the KV pool, and runs plans.
+
+    Attributes:
+        buckets: the shapes it compiles.
+        kv_pool: the current handle of the pool, [P, L, 2, K, page_size, H]; consumed by every dispatch.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        params: Params,
+        *,
+        num_pages: int,
+        page_size: int = 64,
+        max_context: int,
+        max_segments: int,
+        max_step_tokens: int,
+        token_buckets: tuple[int, ...] | None = None,
+        deterministic: bool = False,
+        scoring: bool = False,
+        implementation: str | None = None,
+        mesh: Mesh | None = None,
+    ):
+        """Allocates the pool, filled with zeros.
+
+        Args:
+            config: the model.
+            params: its parameters, placed on a mesh.
+            num_pages: pages of the pool.
+            page_size: tokens a page.
+            max_context: longest history, in tokens.
+            max_segments: most segments of a step.
+            max_step_tokens: most tokens of a step.
+            token_buckets: numbers of rows to compile for; by default chosen from the limits.
+            deterministic: results do not depend on the batch; see `forward.py`.
+            scoring: whether plans may ask for log-probabilities of given tokens.
+            implementation: of attention; by default the platform's.
+            mesh: by default the one the parameters lie on.
+        """
+        check_page_size(page_size)
+        for name, value in (
+            ("num_pages", num_pages),
+            ("max_context", max_context),
+            ("max_segments", max_segments),
+            ("max_step_tokens", max_step_tokens),
+        ):
+            if value < 1:
+                raise ValueError(f"{name}={value} must be at least 1.")
+        implementation = default_implementation() if implementation is None else implementation
+        if implementation not in IMPLEMENTATIONS:
+            raise ValueError(f"{implementation=} cannot run here; what can: {', '.join(IMPLEMENTATIONS)}.")
+        if token_buckets is None:
+            token_buckets = default_token_buckets(max_segments, max_step_tokens, deterministic=deterministic)
+        if token_buckets[-1] < max_step_tokens:
+            raise ValueError(f"{max_step_tokens=} needs a bucket as large; {token_buckets=}.")
+        if mesh is None:
+            sharding = params.embed.sharding
+            if not isinstance(sharding, NamedSharding):
+                raise ValueError(f"params lie on {sharding}; they need a NamedSharding, or pass a mesh.")
+            mesh = sharding.mesh
+        self.config = config
+        self.params = params
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.max_segments = max_segments
+        self.max_step_tokens = max_step_tokens
+        self.scoring = scoring
+        self.settings = StepSettings(mesh=mesh, implementation=implementation, deterministic=deterministic)
+        self.buckets = Buckets(
+            page_size=page_size,
+            max_pages=-(-max_context // page_size),
+            max_segments=max_segments,
+            token_buckets=token_buckets,
+            **q_tiles(config, page_size, implementation, deterministic=deterministic),
+        )
+        shape = (num_pages, config.num_layers, 2, config.num_kv_heads, page_size, config.head_dim)
+        self.kv_pool = _zeros(shape, config.dtype, NamedSharding(mesh, POOL_SPEC))
+        replicated = NamedSharding(mesh, PartitionSpec())
+        self._last_samples = _zeros((max_segments,), "int32", replicated)
+
+    @property
+    def num_compilations(self) -> int:
+        """Programs of the step compiled in this process."""
+        return forward_step._cache_size()
+
+    def warm_up(self, progress: Callable[[int, int], None] | None = None) -> int:
+        """Compiles the step for every bucket, and what reads pages.
+
+        Args:
+            progress: called with (programs done, programs in all), first with (0, all).
+
+        Returns:
+            How many programs of the step there are.
+        """
+        shapes = [(rows, False) for rows in self.buckets.token_buckets]
+        if self.scoring:
+            shapes += [(rows, True) for rows in self.buckets.token_buckets]
+        for index, (num_rows, scoring) in enumerate(shapes):
+            if progress is not None:
+                progress(index, len(shapes))
+            outputs = self._start(padding_batch(self.buckets, num_rows, scoring=scoring))
+            jax.block_until_ready(outputs)
+        self.read_pages([0])
+        if progress is not None:
+            progress(len(shapes), len(shapes))
+        return len(shapes)
+
+    def dispatch(self, plan: StepPlan) -> PendingStep:
+        """Starts a step and does not wait for it.
+
+        Raises:
+            ValueError: the plan does not fit the buckets or the pool; nothing has started then.
+        """
+        scored = tuple(segment.targets is not None for segment in plan.segments)
+        if any(scored) and not self.scoring:
+            raise ValueError(f"step {plan.step} scores tokens; this executor was made with scoring=False.")
+        batch = build_batch(plan, self.buckets, self.num_pages)
+        stops = np.cumsum([segment.stop - segment.start for segment in plan.segments]).tolist()
+        spans = zip([0, *stops[:-1]], stops, strict=True) if stops else ()
+        return PendingStep(
+            step=plan.step,
+            num_samples=plan.num_samples,
+            score_rows=tuple(span for span, wanted in zip(spans, scored, strict=True) if wanted),
+            outputs=self._start(batch),
+        )
+
+    def collect(self, pending: PendingStep, time_s: float = 0.0) -> StepDone:
+        """Waits for a step and brings what it produced to the host.
+
+        Args:
+            pending: what `dispatch` returned.
+            time_s: put into the event as it is.
+        """
+        outputs: StepOutputs = jax.device_get(pending.outputs)
+        return StepDone(
+            step=pending.step,
+            tokens=np.array(outputs.tokens[: pending.num_samples]),
+            logprobs=np.array(outputs.logprobs[: pending.num_samples]),
+            scores=tuple(np.array(outputs.scores[start:stop]) for start, stop in pending.score_rows),
+            time_s=time_s,
+        )
+
+    def run(self, plan: StepPlan, time_s: float = 0.0) -> StepDone:
+        """Runs a step and waits for it."""
+        return self.collect(self.dispatch(plan), time_s)
+
+    def read_pages(self, page_ids: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Returns the stored bytes of pages, [n, L, 2, K, page_size, H], after all steps dispatched so far.
+
+        Raises:
+            ValueError: an id is not a page of the pool.
+        """
+        ids = np.asarray(page_ids, np.int32).reshape(-1)
+        for page_id in ids.tolist():
+            self._check_page(page_id)
+        self._check_pool()
+        out = np.empty((len(ids), *self.kv_pool.shape[1:]), self.kv_pool.dtype)
+        for start in range(0, len(ids), _READ_PAGES):
+            part = ids[start : start + _READ_PAGES]
+            padded = np.resize(part, _READ_PAGES)
+            out[start : start + len(part)] = np.asarray(_gather_pages(self.kv_pool, padded))[: len(part)]
+        return out
+
+    def flip_bit(self, page_id: int, *, layer: int = 0, token: int = 0) -> None:
+        """Flips the highest bit of the mantissa of one stored K value: the control of a comparison of bits.
+
+        Args:
+            page_id: the page.
+            layer: the layer.
+            token: the slot in the page; its first kv head and dimension are hit.
+
+        Raises:
+            ValueError: an index is out of range.
+        """
+        self._check_page(page_id)
+        for name, value, limit in (("layer", layer, self.config.num_layers), ("token", token, self.page_size)):
+            if not 0 <= value < limit:
+                raise ValueError(f"{name}={value} must be in [0, {limit}).")
+        self._check_pool()
+        sharding = NamedSharding(self.settings.mesh, POOL_SPEC)
+        self.kv_pool = _flip_bit(self.kv_pool, np.int32(page_id), np.int32(layer), np.int32(token), sharding=sharding)
+
+    def _start(self, batch: ForwardBatch) -> StepOutputs:
+        self._check_pool()
+        # An interrupt between the call and the assignment loses the pool; `_check_pool` then says so.
+        self.kv_pool, outputs = forward_step(
+            self.config, self.settings, self.params, self.kv_pool, batch, self._last_samples
+        )
+        self._last_samples = outputs.tokens
+        return outputs
+
+    def _check_pool(self) -> None:
+        if self.kv_pool.is_deleted():
+            raise RuntimeError("the KV pool was lost when a step was interrupted; make a new executor.")
+
+    def _check_page(self, page_id: int) -> None:
+        if not 0 <= page_id < self.num_pages:
+            raise ValueError(f"{page_id=} must be in [0, {self.num_pages}).")
+
+
+def default_token_buckets(max_segments: int, max_step_tokens: int, *, deterministic: bool) -> tuple[int, ...]:
+    """Returns numbers of rows to compile for, from a step of decodes up to the largest step.
+
+    In deterministic mode loops end with the last row in use, so padding costs next to nothing and few buckets do.
+    """
+    smallest, factor = (128, 16) if deterministic else (max_segments, 2)
+    buckets = [min(smallest, max_step_tokens)]
+    while buckets[-1] < max_step_tokens:
+        buckets.append(min(max(128, buckets[-1] * factor), max_step_tokens))
+    return tuple(buckets)
+
+
+def q_tiles(config: ModelConfig, page_size: int, implementation: str, *, deterministic: bool) -> dict[str, int]:
+    """Returns the two tile sizes of `Buckets`; in deterministic mode they are equal where their bits are not."""
+    heads = (config.num_heads, config.num_kv_heads)
+    large, small = prefill_q_tile(*heads), decode_q_tile(*heads)
+    if deterministic and not tiles_agree(
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        page_size=page_size,
+        dtype=config.dtype,
+        implementation=implementation,
+    ):
+        logging.warning(
+            "On this machine tiles of %d and %d rows differ in bits: decoding uses %d.", small, large, large
+        )
+        small = large
+    return {"q_tile": large, "decode_q_tile": small}
+
+
+@functools.partial(jax.jit, static_argnames=("shape", "dtype", "sharding"))
+def _zeros(shape: tuple[int, ...], dtype: str, sharding: NamedSharding) -> jax.Array:
+    # Jitted, so that the first step sees the sharding in the spelling in which steps return it and compiles once.
+    return jax.lax.with_sharding_constraint(jnp.zeros(shape, dtype), sharding)
+
+
+@jax.jit
+def _gather_pages(kv_pool: jax.Array, page_ids: jax.Array) -> jax.Array:
+    return kv_pool[page_ids]
+
+
+@functools.partial(jax.jit, static_argnames=("sharding",), donate_argnames=("kv_pool",))
+def _flip_bit(
+    kv_pool: jax.Array, page_id: jax.Array, layer: jax.Array, token: jax.Array, *, sharding: NamedSharding
+) -> jax.Array:
+    place = (page_id, layer, 0, 0, token, 0)
+    unsigned = jnp.dtype(f"uint{8 * kv_pool.dtype.itemsize}")
+    bits = jax.lax.bitcast_convert_type(kv_pool[place], unsigned)
+    bits = bits ^ unsigned.type(1 << (jnp.finfo(kv_pool.dtype).nmant - 1))
+    flipped = jax.lax.bitcast_convert_type(bits, kv_pool.dtype)
+    return jax.lax.with_sharding_constraint(kv_pool.at[place].set(flipped), sharding)

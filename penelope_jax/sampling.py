@@ -1,0 +1,105 @@
+"""Draws one token from each row of logits.
+
+Greedy and sampled rows run in the same code, and what a row draws depends on its logits, its options and its key
+alone: the key comes from (seed, choice, position), never from the row's place or the step. Top-k and top-p are
+thresholds found by bisection over the bits of float32, so nothing is sorted. Values equal to the threshold are all
+kept, so ties can leave more than k candidates.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+
+@struct.dataclass
+class SamplingRows:
+    """How each row samples; see `segments.SamplingParams`. R rows."""
+
+    temperature: jax.Array  # f32[R]; 0 is greedy
+    top_p: jax.Array  # f32[R]; 1 keeps all
+    top_k: jax.Array  # i32[R]; 0 keeps all
+    seed: jax.Array  # u32[R]
+    choice: jax.Array  # i32[R]
+    position: jax.Array  # i32[R], the position the drawn token will stand at
+
+
+def sample(logits: jax.Array, rows: SamplingRows) -> jax.Array:
+    """Draws a token for every row.
+
+    Greedy rows take the first largest logit. Other rows divide by the temperature, keep the `top_k` largest, of those
+    the smallest set of largest ones whose mass reaches `top_p`, and draw from what is left.
+
+    Args:
+        logits: f32[R, V].
+        rows: options of the R rows.
+
+    Returns:
+        i32[R], token ids.
+    """
+    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    is_greedy = rows.temperature <= 0
+    drawn = jax.lax.cond(jnp.all(is_greedy), lambda: greedy, lambda: _draw(logits, rows))
+    return jnp.where(is_greedy, greedy, drawn)
+
+
+def row_keys(rows: SamplingRows) -> jax.Array:
+    """Returns key[R]: each row's random key, from (seed, choice, position)."""
+
+    def one(seed, choice, position):
+        return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), choice), position)
+
+    return jax.vmap(one)(rows.seed, rows.choice, rows.position)
+
+
+def keep_candidates(scaled: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
+    """Replaces by -inf what top-k, and then top-p of the rest, exclude.
+
+    Args:
+        scaled: f32[R, V], logits divided by the temperature.
+        top_k: i32[R]; 0 keeps all.
+        top_p: f32[R]; 1 keeps all.
+
+    Returns:
+        f32[R, V].
+    """
+    ordered = _ordered_bits(scaled)
+    kept = _at_least(ordered, jnp.ones_like(scaled), top_k.astype(jnp.float32))
+    kept = kept | (top_k == 0)[:, None]
+    mass = jnp.where(kept, jnp.exp(scaled - scaled.max(axis=-1, keepdims=True)), 0.0)
+    nucleus = _at_least(ordered, mass, top_p * mass.sum(axis=-1))
+    return jnp.where(kept & (nucleus | (top_p >= 1)[:, None]), scaled, -jnp.inf)
+
+
+def _draw(logits: jax.Array, rows: SamplingRows) -> jax.Array:
+    scaled = logits / jnp.where(rows.temperature > 0, rows.temperature, 1.0)[:, None]
+    unrestricted = jnp.all((rows.top_k == 0) & (rows.top_p >= 1))
+    scaled = jax.lax.cond(unrestricted, lambda: scaled, lambda: keep_candidates(scaled, rows.top_k, rows.top_p))
+    # argmax(logits + Gumbel noise) is a draw from softmax(logits).
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, scaled.shape[1:]))(row_keys(rows))
+    return jnp.argmax(scaled + noise, axis=-1).astype(jnp.int32)
+
+
+def _at_least(ordered: jax.Array, weight: jax.Array, need: jax.Array) -> jax.Array:
+    """Marks in each row the smallest set of largest values whose weight reaches `need`; bool[R, V].
+
+    Args:
+        ordered: u32[R, V], keys in the order of the values.
+        weight: f32[R, V], not negative.
+        need: f32[R]; if the whole row does not reach it, all is marked.
+    """
+
+    def bisect(step, threshold):
+        bit = jnp.uint32(1) << (jnp.uint32(31) - step.astype(jnp.uint32))
+        candidate = threshold | bit
+        reached = jnp.where(ordered >= candidate[:, None], weight, 0.0).sum(axis=-1) >= need
+        return jnp.where(reached, candidate, threshold)
+
+    threshold = jax.lax.fori_loop(0, 32, bisect, jnp.zeros(ordered.shape[:1], jnp.uint32))
+    return ordered >= threshold[:, None]
+
+
+def _ordered_bits(x: jax.Array) -> jax.Array:
+    """Maps float32 to uint32 keys that compare as the numbers do."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    sign = jnp.uint32(1 << 31)
+    return jnp.where(bits & sign, ~bits, bits | sign)
