@@ -29,6 +29,7 @@ class Call(NamedTuple):
     tokens: np.ndarray
     output_len: int
     arrival_s: float
+    cancel_s: float
 
 
 class ClosedLoop:
@@ -77,14 +78,22 @@ class ClosedLoop:
             conversation = self._live[index]
             turn = conversation.session.turns[conversation.next_turn]
             session_id = conversation.session.session_id
-            tokens = conversation.prompt()
-            calls.append(Call(index, session_id, conversation.next_turn, tokens, turn.output_len, arrival_s))
+            tokens, number = conversation.prompt(), conversation.next_turn
+            calls.append(Call(index, session_id, number, tokens, turn.output_len, arrival_s, turn.cancel_s))
         return calls
 
     def replied(self, session: int, tokens: np.ndarray, now_s: float) -> None:
         """Takes the reply i32[output_len] to the turn that `session` waits for."""
+        self._live[session].reply(tokens)
+        self._go_on(session, now_s)
+
+    def cancelled(self, session: int, now_s: float) -> None:
+        """The client left the turn that `session` waits for."""
+        self._live[session].skip()
+        self._go_on(session, now_s)
+
+    def _go_on(self, session: int, now_s: float) -> None:
         conversation = self._live[session]
-        conversation.reply(tokens)
         if conversation.done:
             del self._live[session]
             self._num_ended += 1
@@ -146,6 +155,7 @@ class LoopDriver(Protocol):
     @property
     def idle(self) -> bool: ...
     def submit(self, tokens: np.ndarray, sampling: SamplingParams = ..., *, session_id: str = ...) -> int: ...
+    def abort(self, request_id: int) -> None: ...
     def step(self) -> list[Update]: ...
 
 
@@ -156,10 +166,11 @@ def play(
     clock: Clock,
     *,
     sampling: Callable[[Call], SamplingParams] | None = None,
-    on_submit: Callable[[int, Call], None] | None = None,
-    on_update: Callable[[Update], None] | None = None,
-    on_finish: Callable[[Call, np.ndarray], None] | None = None,
+    on_submit: Callable[[int, Call], object] | None = None,
+    on_update: Callable[[Update], object] | None = None,
+    on_finish: Callable[[Call, np.ndarray], object] | None = None,
     stop: Callable[[], bool] = lambda: False,
+    cancel: bool = True,
 ) -> bool:
     """Runs the loop on a driver until every session is over.
 
@@ -171,6 +182,7 @@ def play(
         sampling: how a turn samples; by default greedy, stops ignored, for the length that the trace says.
         on_submit, on_update, on_finish: called for each request, update, and reply.
         stop: asked before each step; True ends the run early.
+        cancel: whether clients leave when the trace says so; else they wait for the reply.
 
     Returns:
         Whether it ran to the end.
@@ -193,6 +205,13 @@ def play(
             recorder.submitted(request_id, call.session_id, call.turn, call.tokens, call.arrival_s)
             if on_submit:
                 on_submit(request_id, call)
+        if cancel:
+            for request_id, call in [(i, c) for i, c in calls.items() if clock() >= c.arrival_s + c.cancel_s]:
+                driver.abort(request_id)
+                recorder.cancelled(request_id)
+                loop.cancelled(calls.pop(request_id).session, clock())
+                if on_finish:
+                    on_finish(call, np.empty(0, np.int32))
         if driver.idle:
             if loop.next_arrival_s is not None:
                 clock.wait(loop.next_arrival_s - clock())

@@ -52,7 +52,9 @@ def add_trace_flags(parser: argparse.ArgumentParser, nargs: str = "+") -> None:
     group.add_argument("--skip-bad", action="store_true", help="leave out broken entries, and say how many")
 
 
-def add_engine_flags(parser: argparse.ArgumentParser, *, model: str | None = None, page_size: int = 64) -> None:
+def add_engine_flags(
+    parser: argparse.ArgumentParser, *, model: str | None = None, page_size: int = 64, sessions: int = 4
+) -> None:
     """Adds the flags of model, cache and engine. `--model` is required unless `model` gives a default."""
     group = parser.add_argument_group("model and engine")
     group.add_argument(
@@ -74,7 +76,9 @@ def add_engine_flags(parser: argparse.ArgumentParser, *, model: str | None = Non
     group.add_argument(
         "--page-size", type=int, default=page_size, metavar="N", help=f"tokens a page, a power of two ({page_size})"
     )
-    group.add_argument("--sessions", type=int, default=4, metavar="N", help="sessions live at once")
+    group.add_argument(
+        "--sessions", type=int, default=sessions, metavar="N", help=f"sessions live at once ({sessions})"
+    )
     group.add_argument("--scheduler", default="lpm", metavar="|".join(config_lib.SCHEDULERS), help="who runs next")
     group.add_argument(
         "--max-wait-s", type=float, default=60.0, metavar="S", help="lpm-cost: who waited longer is first"

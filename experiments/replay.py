@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import dataclasses
 import hashlib
+import math
 import pathlib
 import signal
 import sys
@@ -107,7 +108,8 @@ def run_replay(
     ):
 
         def finished(call: Call, reply: np.ndarray) -> None:
-            fingerprint.add(call.session_id, call.turn, reply)
+            if math.isinf(call.cancel_s):
+                fingerprint.add(call.session_id, call.turn, reply)
             bar.update()
 
         complete = play(driver, loop, recorder, clock, on_finish=finished, stop=stopped.is_set)
@@ -126,7 +128,7 @@ def summary(
     """Returns the JSON document of a replay."""
     return summarize(
         replay.records,
-        num_turns={session.session_id: len(session.turns) for session in sessions},
+        last_turns={session.session_id: session.last_turn for session in sessions},
         evicted_pages=replay.counters.evicted_pages,
         config=config,
         run={

@@ -36,6 +36,8 @@ class Turn:
         output_len: tokens of the reply.
         delay_s: tool or human time between the reply before and this request.
         kind: "tool" or "human".
+        cancel_s: the client leaves this long after the request if the reply is not complete; no later turn builds on
+            it.
     """
 
     base: int
@@ -44,6 +46,7 @@ class Turn:
     output_len: int
     delay_s: float = 0.0
     kind: str = "tool"
+    cancel_s: float = math.inf
 
     @property
     def new_len(self) -> int:
@@ -82,6 +85,15 @@ class Session:
                 raise ValueError(f"{where}: delay_s={turn.delay_s} must be finite and at least 0.")
             if turn.kind not in KINDS:
                 raise ValueError(f"{where}: kind={turn.kind!r} must be one of {', '.join(KINDS)}.")
+            if not turn.cancel_s > 0:
+                raise ValueError(f"{where}: cancel_s={turn.cancel_s} must be above 0.")
+            if turn.base >= 0 and math.isfinite(self.turns[turn.base].cancel_s):
+                raise ValueError(f"{where}: base={turn.base} is a turn that may be cancelled.")
+
+    @property
+    def last_turn(self) -> int:
+        """The last turn that is not cancelled; -1 if there is none."""
+        return max((index for index, turn in enumerate(self.turns) if math.isinf(turn.cancel_s)), default=-1)
 
 
 def cut_session(
@@ -92,13 +104,13 @@ def cut_session(
     max_delay_s: float = math.inf,
     time_scale: float = 1.0,
 ) -> Session:
-    """Returns `session` up to the first turn past a limit, its delays scaled, then capped; the first has no delay."""
+    """Returns `session` up to the first turn past a limit, its times scaled, delays capped; the first has no delay."""
     turns: list[Turn] = []
     for turn in session.turns[:max_turns]:
         if max_context is not None and turn.history_len > max_context:
             break
         delay_s = min(turn.delay_s * time_scale, max_delay_s) if turns else 0.0
-        turns.append(dataclasses.replace(turn, delay_s=delay_s))
+        turns.append(dataclasses.replace(turn, delay_s=delay_s, cancel_s=turn.cancel_s * (time_scale or 1.0)))
     return Session(session_id=session.session_id, turns=tuple(turns))
 
 
@@ -162,6 +174,11 @@ class Conversation:
             )
         if self._last_use.get(index, -1) > index:
             self._histories[index] = np.concatenate([self.prompt(), np.asarray(tokens, np.int32)])
+        self.skip()
+
+    def skip(self) -> None:
+        """Goes on to the turn after the next one, which was cancelled."""
+        index = self.next_turn
         for base in [base for base in self._histories if self._last_use[base] <= index]:
             del self._histories[base]
         self.next_turn = index + 1

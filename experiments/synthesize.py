@@ -56,6 +56,8 @@ class SynthesisOptions:
         human_share: share of the requests that follow a human turn, not a tool result.
         divergence_rate: share of the requests that diverge from the history.
         compaction_share: share of those that are compactions.
+        side_rate: share of the turns after which a side request forks off within the history and is cancelled after
+            `side_cancel_s`; the next turn follows at once and does not build on it.
         seed: same options and seed, same sessions.
     """
 
@@ -67,6 +69,8 @@ class SynthesisOptions:
     human_share: float = 0.15
     divergence_rate: float = 0.022
     compaction_share: float = 0.25
+    side_rate: float = 0.0
+    side_cancel_s: float = 2.0
     seed: int = 0
 
     def __post_init__(self):
@@ -79,7 +83,7 @@ class SynthesisOptions:
             raise ValueError(f"scale={self.scale} must be a power of two from 1 to 64.")
         if self.shared_prefix < 0 or self.seed < 0:
             raise ValueError(f"shared_prefix={self.shared_prefix} and seed={self.seed} must be at least 0.")
-        for name in ("human_share", "divergence_rate", "compaction_share"):
+        for name in ("human_share", "divergence_rate", "compaction_share", "side_rate"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be in [0, 1].")
 
@@ -100,7 +104,7 @@ def synthesize(options: SynthesisOptions) -> tuple[Session, ...]:
 
 
 def _draw_session(options: SynthesisOptions, index: int) -> Session:
-    rng = np.random.default_rng((options.seed, index))
+    rng, side_rng = (np.random.default_rng((options.seed, index, *more)) for more in ((), (1,)))
     name = f"agent-{options.seed}-{index}"
 
     def scaled(tokens: float) -> int:
@@ -109,6 +113,7 @@ def _draw_session(options: SynthesisOptions, index: int) -> Session:
     shared_len = options.shared_prefix // options.scale
     wanted = options.turns or round(quantile(TURNS, rng.random()))
     turns: list[Turn] = []
+    main = 0  # index of the last turn that was no side request
     for number in range(wanted):
         added_u, output_u = _correlated(rng, _OUTPUT_CORRELATION)
         output_len = scaled(quantile(OUTPUT, output_u))
@@ -119,7 +124,7 @@ def _draw_session(options: SynthesisOptions, index: int) -> Session:
             if turn.history_len > options.context:
                 turn = _fit(turn, shared_len, own, options.context)
         else:
-            before = turns[-1]
+            before = turns[main]
             human = rng.random() < options.human_share
             delays = HUMAN_DELAY_S if human else TOOL_DELAY_S
             delay_s, kind = round(quantile(delays, rng.random()), 1), "human" if human else "tool"
@@ -131,16 +136,21 @@ def _draw_session(options: SynthesisOptions, index: int) -> Session:
             added = scaled(quantile(ADDED, added_u))
             if diverges and compacts:
                 summary = scaled(max(_MIN_NEW, quantile(ADDED, 0.5 + added_u / 2)))
-                turn = _fresh(shared_len, own, summary, output_len, number - 1, delay_s, kind)
+                turn = _fresh(shared_len, own, summary, output_len, main, delay_s, kind)
             elif diverges:
                 private = before.prompt_len - shared_len
                 keep = before.prompt_len - int(private * edit_u / 4)
-                turn = _turn(number - 1, keep, own, added, output_len, delay_s, kind)
+                turn = _turn(main, keep, own, added, output_len, delay_s, kind)
             else:
                 new_len = max(scaled(_MIN_NEW), added - before.output_len)
-                turn = _turn(number - 1, before.history_len, own, new_len, output_len, delay_s, kind)
+                turn = _turn(main, before.history_len, own, new_len, output_len, delay_s, kind)
         if turn.history_len > options.context:
             break
+        if number and side_rng.random() < options.side_rate:
+            side = _side(turns[main], main, shared_len, own, scaled(_MIN_NEW), side_rng.random())
+            turns.append(dataclasses.replace(side, delay_s=turn.delay_s, cancel_s=options.side_cancel_s))
+            turn = dataclasses.replace(turn, delay_s=0.0)
+        main = len(turns)
         turns.append(turn)
     return Session(session_id=name, turns=tuple(turns))
 
@@ -148,6 +158,13 @@ def _draw_session(options: SynthesisOptions, index: int) -> Session:
 def _turn(base: int, keep: int, label: str, new_len: int, output_len: int, delay_s: float, kind: str) -> Turn:
     new = (Piece(label, 0, new_len),)
     return Turn(base=base, keep=keep, new=new, output_len=output_len, delay_s=delay_s, kind=kind)
+
+
+def _side(before: Turn, base: int, shared_len: int, label: str, new_len: int, place: float) -> Turn:
+    """Returns a side request that forks off in the second half of the private history of `before`."""
+    private = before.prompt_len - shared_len
+    keep = before.prompt_len - int(private * place / 2)
+    return _turn(base, keep, f"{label}/side", new_len, 1, 0.0, "tool")
 
 
 def _fresh(

@@ -10,6 +10,7 @@ Our own format has one session a line of JSON (`.jsonl`, `.jsonl.gz`):
 `new` lists [label, number of tokens] (`experiments/sessions.py` says what a label is); `output` is the reply's length.
 `delay_s` (0) is the tool or human time before the request, `kind` ("tool") says which. `base` (the turn before) is the
 earlier turn this one builds on, and `keep` (all of it) how many tokens of its history stay. The first turn has neither.
+With `cancel_s` the client leaves that long after the request, if it has no complete reply by then.
 """
 
 import dataclasses
@@ -235,7 +236,7 @@ def _read_session(document: Any, scale: int) -> Session:
 
 
 def _read_turn(entry: Any, turns: list[Turn], scale: int) -> Turn:
-    _check_keys("a turn", entry, ("new", "output"), ("delay_s", "kind", "base", "keep"))
+    _check_keys("a turn", entry, ("new", "output"), ("delay_s", "kind", "base", "keep", "cancel_s"))
     pieces = entry["new"]
     if not isinstance(pieces, list) or not all(
         isinstance(piece, list) and len(piece) == 2 and isinstance(piece[0], str) and _is_whole(piece[1], 1)
@@ -251,9 +252,10 @@ def _read_turn(entry: Any, turns: list[Turn], scale: int) -> Turn:
     keep = entry.get("keep")
     if keep is not None and not _is_whole(keep, 0):
         raise ValueError(f"'keep' must be a whole number of at least 0, not {keep!r}.")
-    delay_s, kind = entry.get("delay_s", 0.0), entry.get("kind", "tool")
-    if isinstance(delay_s, bool) or not isinstance(delay_s, int | float):
-        raise ValueError(f"'delay_s' must be a number of seconds, not {delay_s!r}.")
+    delay_s, cancel_s = entry.get("delay_s", 0.0), entry.get("cancel_s", math.inf)
+    for key, value in (("delay_s", delay_s), ("cancel_s", cancel_s)):
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f"{key!r} must be a number of seconds, not {value!r}.")
     new = tuple(Piece(label, 0, max(1, count // scale)) for label, count in pieces)
     return Turn(
         base=base,
@@ -261,7 +263,8 @@ def _read_turn(entry: Any, turns: list[Turn], scale: int) -> Turn:
         new=new,
         output_len=max(1, entry["output"] // scale),
         delay_s=delay_s,
-        kind=kind,
+        kind=entry.get("kind", "tool"),
+        cancel_s=cancel_s,
     )
 
 
@@ -301,5 +304,7 @@ def _session_document(session: Session) -> dict[str, Any]:
             entry["base"] = turn.base
         if turn.keep != (session.turns[turn.base].history_len if turn.base >= 0 else 0):
             entry["keep"] = turn.keep
+        if math.isfinite(turn.cancel_s):
+            entry["cancel_s"] = turn.cancel_s
         turns.append(entry)
     return {"session_id": session.session_id, "turns": turns}

@@ -14,6 +14,7 @@ import argparse
 import collections
 import dataclasses
 import hashlib
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -39,7 +40,13 @@ if TYPE_CHECKING:
     from penelope_jax.models.registry import LoadedModel
 
 DIFFERENT = 1  # exit code
-DEFAULT_TRACE = SynthesisOptions(sessions=8, turns=30, context=1024, scale=64, seed=0)
+# Without a trace: sessions with side requests that are cancelled while they refill a hole, which is how one history
+# comes to have several. Small steps make a refill take more than one.
+BUILT_IN = SynthesisOptions(
+    sessions=10, turns=40, context=768, scale=64, shared_prefix=3200, side_rate=0.7, side_cancel_s=2.0
+)
+BUILT_IN_DEVICE_TOKENS = 960
+BUILT_IN_STEP_TOKENS = 32
 _READ_PAGES = 256  # pages read from the device at once
 
 Key = tuple[str, int]  # session id, turn
@@ -147,16 +154,16 @@ class Report(Compared):
 
 
 class _Run:
-    """One replay, with everything it produced."""
+    """One replay, with everything it produced. Requests that may be cancelled are run, but not compared."""
 
-    def __init__(self, config: EngineConfig, executor: Any, sessions: Sequence[Session], num_live: int, share: float):
+    def __init__(self, config: EngineConfig, executor: Any, sessions: Sequence[Session], *, share: float, cancel: bool):
         self.replies: dict[Key, _Reply] = {}
         self._open: dict[int, _Reply] = {}
         self._share = share
         clock = StepClock()
         self.driver = Driver(config, executor, clock=clock)
         recorder = Recorder(config.page_size, config.linear_cost)
-        loop = ClosedLoop(sessions, num_live, config.vocab_size)
+        loop = ClosedLoop(sessions, config.max_running, config.vocab_size)
         total = sum(len(session.turns) for session in sessions)
         with tqdm.tqdm(
             total=total, desc=f"cache of {config.device_tokens:,} tokens", unit="req", disable=not sys.stderr.isatty()
@@ -169,7 +176,8 @@ class _Run:
                 sampling=self._sampling,
                 on_submit=self._submitted,
                 on_update=self._update,
-                on_finish=lambda _call, _reply: bar.update() and None,
+                on_finish=lambda _call, _reply: bar.update(),
+                cancel=cancel,
             )
 
     def _sampling(self, call: Call) -> SamplingParams:
@@ -177,13 +185,17 @@ class _Run:
         return SamplingParams(max_tokens=call.output_len, prompt_logprobs_from=0 if scored else None)
 
     def _submitted(self, request_id: int, call: Call) -> None:
+        if math.isfinite(call.cancel_s):
+            return
         reply = self.replies[call.session_id, call.turn] = self._open[request_id] = _Reply()
         if chosen(call.session_id, call.turn, self._share):
             reply.scores = np.full(len(call.tokens), np.nan, np.float32)
             reply.reused = np.zeros(len(call.tokens), bool)
 
     def _update(self, update: Update) -> None:
-        reply = self._open[update.request_id]
+        reply = self._open.get(update.request_id)
+        if reply is None:
+            return
         if isinstance(update, Sampled):
             reply.tokens.append(update.token)
             reply.logprobs.append(update.logprob)
@@ -202,9 +214,9 @@ class Perturber:
         self._executor = executor
         self.done = ""
 
-    def run(self, plan: StepPlan, time_s: float = 0.0) -> StepDone:
-        """Runs a step, then flips the bit once."""
-        done = self._executor.run(plan, time_s)
+    def dispatch(self, plan: StepPlan) -> Any:
+        """Starts a step, then flips the bit once."""
+        pending = self._executor.dispatch(plan)
         size = self._executor.page_size
         ends = {segment.request_id: segment for segment in plan.segments}
         for segment in plan.segments:
@@ -214,7 +226,11 @@ class Perturber:
                 page = segment.start // size
                 self._executor.flip_bit(int(segment.page_table[page]))
                 self.done = f"one bit of a key at position {page * size} of request {segment.request_id}, after step {plan.step}"
-        return done
+        return pending
+
+    def collect(self, pending: Any, time_s: float = 0.0) -> StepDone:
+        """Waits for a step."""
+        return self._executor.collect(pending, time_s)
 
 
 def chosen(session_id: str, turn: int, share: float) -> bool:
@@ -260,7 +276,8 @@ def verify(
     Args:
         model: what to run.
         config: of the small cache.
-        sessions: what to replay; `config.max_running` of them are live at once.
+        sessions: what to replay; `config.max_running` of them are live at once. The large cache waits for requests
+            that the trace cancels, so that it holds all that the small one may hold.
         score_share: share of the requests whose whole prompt is scored, which costs a forward pass over it.
         perturb: change one bit of a refilled page in the small cache.
         implementation: of the attention kernel; None: the default.
@@ -269,14 +286,14 @@ def verify(
     options = {"num_pages": num_pages, "deterministic": True, "scoring": True, "implementation": implementation}
     executor = engine_options.make_executor(model, config, **options)
     wrapped = Perturber(executor) if perturb else executor
-    small = _Run(config, wrapped, sessions, config.max_running, score_share)
+    small = _Run(config, wrapped, sessions, share=score_share, cancel=True)
     cache = small.driver.state.cache
     pages = dict(_contents(cache, executor))
     del executor
 
     executor = engine_options.make_executor(model, config, **options)
     large_config = dataclasses.replace(config, device_tokens=num_pages * config.page_size)
-    large = _Run(large_config, executor, sessions, config.max_running, score_share)
+    large = _Run(large_config, executor, sessions, share=score_share, cancel=False)
     if large.driver.state.counters.evicted_pages:
         raise RuntimeError(f"the large cache of {num_pages} pages evicted; it must not.")
     page_bits, num_matched = 0, 0
@@ -321,7 +338,9 @@ def _compare(small: dict[Key, _Reply], large: dict[Key, _Reply]) -> Compared:
         counts["reused_tokens"] += mine.metrics.device_hit + mine.metrics.host_hit
         counts["output_positions"] += len(mine.tokens)
         counts["output_bits"] += _differing_bits(np.array(mine.tokens, np.int32), np.array(other.tokens, np.int32))
-        counts["output_bits"] += _differing_bits(np.float32(mine.logprobs), np.float32(other.logprobs))
+        counts["output_bits"] += _differing_bits(
+            np.array(mine.logprobs, np.float32), np.array(other.logprobs, np.float32)
+        )
         if mine.scores is not None and mine.reused is not None and other.scores is not None:
             missing = int(np.isnan(mine.scores[1:]).sum() + np.isnan(other.scores[1:]).sum())
             if missing:
@@ -347,7 +366,7 @@ def _differing_bits(left: np.ndarray, right: np.ndarray) -> int:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of the command."""
     engine_options.add_trace_flags(parser, nargs="*")
-    engine_options.add_engine_flags(parser, model="random:tiny", page_size=16)
+    engine_options.add_engine_flags(parser, model="random:tiny", page_size=16, sessions=6)
     parser.add_argument("--policy", default="penelope", metavar="NAME", help="of the small cache")
     parser.add_argument(
         "--score-share", type=float, default=0.25, metavar="X", help="share of the prompts scored (0.25)"
@@ -369,7 +388,9 @@ def run(args: argparse.Namespace) -> int:
     if args.trace:
         sessions = engine_options.load_trace(args, max_context).sessions
     else:
-        sessions = synthesize(dataclasses.replace(DEFAULT_TRACE, context=min(DEFAULT_TRACE.context, max_context)))
+        sessions = synthesize(dataclasses.replace(BUILT_IN, context=min(BUILT_IN.context, max_context)))
+        args.device_tokens = args.device_tokens or engine_options.whole_pages(BUILT_IN_DEVICE_TOKENS, args.page_size)
+        args.max_step_tokens = args.max_step_tokens or engine_options.whole_pages(BUILT_IN_STEP_TOKENS, args.page_size)
     config = engine_options.engine_config(args, model, sessions, policies[0], max_context)
     print(
         f"{len(sessions)} sessions, {args.sessions} live; {model.name}, {model.config.dtype}; small cache "

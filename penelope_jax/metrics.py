@@ -101,6 +101,10 @@ class Recorder:
         """Notes that turn `turn` of a session, with prompt `tokens` i32[prompt_len], was due at `arrival_s`."""
         self._open[request_id] = _Open(session_id, turn, tokens, arrival_s)
 
+    def cancelled(self, request_id: int) -> None:
+        """Forgets a request whose client left: it gets no record."""
+        del self._open[request_id]
+
     def update(self, update: Update, now_s: float) -> np.ndarray | None:
         """Takes one update, seen at `now_s`.
 
@@ -164,22 +168,22 @@ def distribution(values: Sequence[float]) -> dict[str, float | None]:
     return {"mean": float(np.mean(values)), "p50": float(p50), "p90": float(p90), "p99": float(p99)}
 
 
-def job_times(records: Iterable[RequestRecord], num_turns: Mapping[str, int]) -> list[float]:
-    """Returns, for each session all of whose `num_turns` turns are recorded, its time from first arrival to last end."""
+def job_times(records: Iterable[RequestRecord], last_turns: Mapping[str, int]) -> list[float]:
+    """Returns, for each session whose last turn is recorded, its time from first arrival to last end."""
     sessions: dict[str, list[RequestRecord]] = {}
     for record in records:
         sessions.setdefault(record.session_id, []).append(record)
     return [
         max(record.finished_s for record in turns) - min(record.arrival_s for record in turns)
         for session_id, turns in sessions.items()
-        if len(turns) == num_turns.get(session_id)
+        if any(record.turn == last_turns.get(session_id) for record in turns)
     ]
 
 
 def summarize(
     records: Sequence[RequestRecord],
     *,
-    num_turns: Mapping[str, int],
+    last_turns: Mapping[str, int],
     evicted_pages: int,
     moved_pages: int = 0,
     swapped_loads: int = 0,
@@ -191,7 +195,7 @@ def summarize(
 
     Args:
         records: of the requests that ended.
-        num_turns: turns of each session, to know which are complete.
+        last_turns: the last turn of each session, to know which are complete.
         evicted_pages, moved_pages, swapped_loads: the engine's counts.
         config: what was run, with what settings.
         run: how it went and where: seed, commit, jax version, device, and what else the caller measured.
@@ -212,7 +216,7 @@ def summarize(
         "config": dict(config),
         "requests": len(records),
         "ttft_s": distribution([record.ttft_s for record in records]),
-        "jct_s": distribution(job_times(records, num_turns)),
+        "jct_s": distribution(job_times(records, last_turns)),
         "hit_rate": hits / tokens["prompt"] if tokens["prompt"] else None,
         "tokens": tokens,
         "recompute_units": total_units,

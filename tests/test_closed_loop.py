@@ -101,7 +101,7 @@ def test_token_sums_under_pressure(policy):
         assert record.refilled <= record.recomputed <= record.ideal_hit < record.prompt_len
         assert record.device_hit <= record.ideal_hit
         assert record.device_hit + record.recomputed == record.ideal_hit
-    document = summarize(recorder.records, num_turns={}, evicted_pages=0, config={}, run={})
+    document = summarize(recorder.records, last_turns={}, evicted_pages=0, config={}, run={})
     counts = document["tokens"]
     assert counts["device_hit"] + counts["host_hit"] + counts["refilled"] + counts["new"] == counts["prompt"]
     if policy in ("sglang", "vllm"):

@@ -106,7 +106,7 @@ def test_a_request_lost_its_private_history_at_nine_tenths_of_it():
     record = recorder.records[2]
     assert (record.ideal_hit, record.shared_prefix, record.recomputed_private) == (48, 8, 36)
     assert [record.lost_private for record in recorder.records] == [False, False, True, False]
-    document = summarize(recorder.records, num_turns={}, evicted_pages=0, config={}, run={})
+    document = summarize(recorder.records, last_turns={}, evicted_pages=0, config={}, run={})
     lost, kept = sum(C + p for p in range(8, 44)), recorder.records[3].recompute_units
     assert document["lost_90"] == {"requests": 1, "recompute_share": lost / (lost + kept)}
 
@@ -126,7 +126,7 @@ def test_the_summary_has_the_documented_keys_and_values():
     serve(recorder, 2, "b", 0, tokens(0, 25), metrics(25, (4, 8), (20, 25)), arrival_s=6.0, times=(6.5, 9.5))
     document = summarize(
         recorder.records,
-        num_turns={"a": 2, "b": 2},
+        last_turns={"a": 1, "b": 1},
         evicted_pages=7,
         config={"policy": "penelope"},
         run={"seed": 3},
@@ -151,7 +151,7 @@ def test_distribution():
 
 
 def test_an_empty_run_has_a_summary():
-    document = summarize([], num_turns={}, evicted_pages=0, config={}, run={})
+    document = summarize([], last_turns={}, evicted_pages=0, config={}, run={})
     assert document["hit_rate"] is None and document["lost_90"] == {"requests": 0, "recompute_share": 0.0}
 
 

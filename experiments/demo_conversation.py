@@ -1,0 +1,143 @@
+"""The first half of the demonstration: a conversation with a real model that goes on over a refilled hole.
+
+Two conversations share a system prompt. While the second one is served, the cache is too small for both, so pages in
+front of the first one's private history are evicted; its end stays. When the first conversation goes on, the hole is
+recomputed in the same batch as its new tokens. Beside it the same is done in a cache that holds everything, and the
+replies are compared token by token.
+"""
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from penelope_jax.config import EngineConfig
+from penelope_jax.driver import Driver, GenerateResult
+from penelope_jax.experiments import engine_options
+from penelope_jax.segments import SamplingParams
+
+if TYPE_CHECKING:
+    from penelope_jax.executor import JaxExecutor
+    from penelope_jax.models.registry import LoadedModel
+
+PAGE_SIZE = 16
+REPLY_TOKENS = 28
+EVICTED_SHARE = 0.5  # of the first conversation's private pages, to size the small cache
+MAX_CONTEXT = 1024
+
+SYSTEM = (
+    "You are a careful assistant for a small software team. Read what the user gives you, answer in one or two short "
+    "sentences, and do not invent facts."
+)
+FIRST = (
+    "Here are my notes. Our service is called Harbour. It stores measurements of tide gauges along the coast. Every "
+    "gauge sends one reading a minute, and a reading has a time, a height in centimetres and a battery level. The "
+    "nightly report counts gauges whose battery is below twenty percent. Last night the report listed three gauges: "
+    "Kelp Point, Old Pier and Seal Rock. The technician can visit one gauge a day and goes by boat. Please confirm that "
+    "you have read my notes, and name the service."
+)
+SECOND = "Thank you. Which three gauges were in last night's report?"
+OTHER = (
+    "I am writing a letter to my landlord. The kitchen tap has been dripping for two weeks, the heating makes a knocking "
+    "noise at night, and the window in the hall does not close. I called twice and nobody came. I would like a visit "
+    "before the end of the month, on a weekday after five, and I would like to know who pays for the water that was "
+    "lost. I want to stay friendly, since the flat is good and the neighbours are kind, but I also want an answer in "
+    "writing. Please suggest an opening sentence for this letter."
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What the first conversation's second turn gave.
+
+    Attributes:
+        first, second: its two replies, as text.
+        result: of the second turn.
+        evicted_pages: before and in it.
+    """
+
+    first: str
+    second: str
+    result: GenerateResult
+    evicted_pages: int
+
+
+def run(model: "LoadedModel") -> bool:
+    """Runs both caches and prints what happened; returns whether a hole was refilled and the replies are the same."""
+    tokenizer = model.tokenizer
+    assert tokenizer is not None, "a real model has a tokenizer"
+    system = {"role": "system", "content": SYSTEM}
+    opening = [system, {"role": "user", "content": FIRST}]
+    other = [system, {"role": "user", "content": OTHER}]
+
+    def encode(messages: list[dict[str, str]]) -> np.ndarray:
+        return tokenizer.encode_chat(messages, add_generation_prompt=True)
+
+    first_len, other_len = (len(encode(messages)) + REPLY_TOKENS for messages in (opening, other))
+    shared = len(tokenizer.encode_chat([system])) // PAGE_SIZE
+    num_first, num_other = (-(-length // PAGE_SIZE) for length in (first_len, other_len))
+    dropped = round((num_first - shared) * EVICTED_SHARE)
+    second_len = first_len + len(tokenizer.encode(SECOND)) + 16 + REPLY_TOKENS
+    small = max(num_first + num_other - shared - dropped, -(-second_len // PAGE_SIZE) + 1)
+    large = 2 * (num_first + num_other) + 16
+
+    config = EngineConfig(
+        device_tokens=small * PAGE_SIZE,
+        page_size=PAGE_SIZE,
+        max_context=MAX_CONTEXT,
+        max_running=1,
+        max_step_tokens=512,
+        max_step_segments=8,
+        output_reserve=REPLY_TOKENS,
+        linear_cost=model.config.linear_cost,
+        vocab_size=model.config.vocab_size,
+    )
+    outcomes = []
+    executor = engine_options.make_executor(model, config, num_pages=large, deterministic=True)
+    executor.warm_up()
+    for num_pages in (large, small):
+        limited = dataclasses.replace(config, device_tokens=num_pages * PAGE_SIZE)
+        outcomes.append(_converse(model, limited, executor, encode, opening, other))
+    without, over_hole = outcomes
+    _print(without, over_hole, large, small)
+    metrics = over_hole.result.metrics
+    assert metrics is not None, "the request ran"
+    same = without.first == over_hole.first and without.result.tokens == over_hole.result.tokens
+    return same and metrics.refilled > 0
+
+
+def _converse(model, config: EngineConfig, executor: "JaxExecutor", encode, opening, other) -> Outcome:
+    driver = Driver(config, executor)
+    sampling = SamplingParams(max_tokens=REPLY_TOKENS, stop_token_ids=model.eos_token_ids)
+
+    def say(messages: list[dict[str, str]]) -> tuple[str, GenerateResult]:
+        result = driver.generate(encode(messages), sampling)
+        return model.tokenizer.decode(result.tokens).strip(), result
+
+    first, _ = say(opening)
+    say(other)
+    second, result = say([*opening, {"role": "assistant", "content": first}, {"role": "user", "content": SECOND}])
+    return Outcome(first=first, second=second, result=result, evicted_pages=driver.state.counters.evicted_pages)
+
+
+def _print(without: Outcome, over_hole: Outcome, large: int, small: int) -> None:
+    metrics = over_hole.result.metrics
+    whole = without.result.metrics
+    assert metrics is not None and whole is not None, "the requests ran"
+    match_stop = metrics.prompt_len - metrics.new
+    holes = [(start, min(stop, match_stop)) for start, stop in metrics.compute_spans if start < match_stop]
+    spans = ", ".join(f"[{start}, {stop})" for start, stop in holes) or "none"
+    print(f"  user       {FIRST}")
+    print(f"  assistant  {over_hole.first}")
+    print("  ... another conversation is served, which needs room in the small cache ...")
+    print(f"  user       {SECOND}")
+    print(f"  assistant  {without.second}")
+    print(f"             ^ cache of {large * PAGE_SIZE} tokens: {whole.device_hit} of {whole.prompt_len} reused")
+    print(f"  assistant  {over_hole.second}")
+    print(
+        f"             ^ cache of {small * PAGE_SIZE} tokens, {over_hole.evicted_pages} pages evicted: "
+        f"{metrics.device_hit} of {metrics.prompt_len} reused; hole {spans} refilled: {metrics.refilled} tokens"
+    )
+    same = without.result.tokens == over_hole.result.tokens
+    bits = np.array_equal(without.result.logprobs, over_hole.result.logprobs)
+    print(f"  Same text: {'yes' if same else 'NO'}. Same log-probabilities, bit by bit: {'yes' if bits else 'NO'}.")
