@@ -55,6 +55,7 @@ class _Planner:
         self.segments: list[Segment] = []
         self.evicted: list[EvictedSpan] = []
         self.retracted: list[int] = []
+        self.marked: set[int] = set()  # requests to be retracted when their last step is back
         self.planned: set[int] = set()  # requests with a row in this step
         self.num_samples = 0
 
@@ -80,14 +81,28 @@ class _Planner:
                 return None
 
     def retract_younger(self, requester: Request) -> bool:
-        """Sends back the youngest request that is younger than `requester` and has no row in this or a flying step."""
-        for request in reversed(self.running):
-            if request.request_id == requester.request_id:
-                return False
-            if request.request_id not in self.planned and not request.leaving and not self.flying(request):
+        """Sends back the youngest request that is younger than `requester` and has no row in this step.
+
+        If every one of them has a row in a step that is not back, the youngest is marked to go when it is (rule 4).
+
+        Returns:
+            Whether pages became free or evictable now.
+        """
+        index = next(i for i, other in enumerate(self.running) if other.request_id == requester.request_id)
+        younger = [other for other in self.running[index + 1 :] if other.request_id not in self.planned]
+        staying = [other for other in younger if not other.leaving]
+        for request in reversed(staying):
+            if not self.flying(request):
                 self.retract(request)
                 return True
+        if staying and len(staying) == len(younger):
+            self.store(dataclasses.replace(staying[-1], leaving="retract"))
+            self.marked.add(staying[-1].request_id)
         return False
+
+    def stays(self, request: Request) -> bool:
+        """Whether a request that was running when planning began is to have rows in this step."""
+        return not request.leaving and request.request_id not in self.marked.union(self.retracted)
 
     def retract(self, request: Request) -> None:
         """Sends a request back to the head of the queue; what it computed stays as cache."""
@@ -155,7 +170,7 @@ class _Planner:
     def decode(self) -> None:
         """One token for each request whose prompt is done, oldest first."""
         for request in tuple(self.running):
-            if request.request_id in self.retracted or request.leaving or not request.prefilled:
+            if not self.stays(request) or not request.prefilled:
                 continue
             num_sampled = request.output_len + request.num_in_flight
             if num_sampled >= request.max_tokens or not self.tokens_left or not self.segments_left:
@@ -164,7 +179,8 @@ class _Planner:
             if position // self.page_size == len(request.page_table):
                 page_ids = self.allocate(1, request, last_resort=True)
                 if page_ids is None:
-                    if len(self.running) > 1 and not self.flying(request):
+                    leaving = any(other.leaving for other in self.running)  # its pages come with its last step
+                    if len(self.running) > 1 and not leaving and not self.flying(request):
                         self.retract(request)  # older requests go on and finish
                     continue
                 table = frozen(np.concatenate([request.page_table, page_ids]))
@@ -177,7 +193,7 @@ class _Planner:
     def prefill(self) -> None:
         """Goes on with admitted requests whose prompt is not done, oldest first."""
         for request in tuple(self.running):
-            if request.request_id not in self.retracted and not request.leaving and not request.prefilled:
+            if self.stays(request) and not request.prefilled:
                 self.extend(request)
 
     def extend(self, request: Request) -> None:
@@ -214,7 +230,8 @@ class _Planner:
             if done:
                 request = self.sampled(request)
             stop = rows[-1][2]
-            if self.config.policy.insert_unit is InsertUnit.CHUNK and stop < request.path_stop:
+            chunked = self.config.policy.insert_unit is InsertUnit.CHUNK and rows[-1][0] is SegmentKind.REAL
+            if chunked and stop < request.path_stop:
                 self.cache = histories.split_at(self.cache, request.pin, stop // self.page_size * self.page_size)
         self.store(request)
 
