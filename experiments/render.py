@@ -68,8 +68,15 @@ def history(cache: CacheState, node_id: int, names: Names) -> str:
     return " | ".join(" ".join(page_marks(cache, node, names)) for node in path_nodes(cache, node_id))
 
 
+def _first_id(cache: CacheState, node_id: int) -> int:
+    """Returns the lowest node id of a subtree, which a split does not change: its upper half gets a new one."""
+    children = cache.nodes[node_id].children.values()
+    return min([node_id, *(_first_id(cache, child_id) for child_id in children)])
+
+
 def _children(cache: CacheState, node: Node) -> list[Node]:
-    return [cache.nodes[child_id] for child_id in sorted(node.children.values())]
+    """Returns the children of a node in the order in which they came."""
+    return [cache.nodes[id_] for id_ in sorted(node.children.values(), key=lambda id_: _first_id(cache, id_))]
 
 
 def end_nodes(cache: CacheState, namespace: str = "") -> list[Node]:

@@ -48,34 +48,36 @@ def run_text(source: str, name: str) -> str:
     said: list[str] = []
     world: World | None = None
     number = 0
-    failed = ""  # place of an error that nothing has expected so far
+    unexpected = ""  # the error of the last command, as long as no `expect error` has followed
     try:
         for number, text in enumerate(source.splitlines(), 1):
             line = read_line(text, f"{name}:{number}")
-            if failed and world is not None and line is not None and not line.text.startswith("error "):
-                break
+            if unexpected and line is not None and not _expects_error(line):
+                raise ScenarioFailed(unexpected, "\n".join(said))
             said.append(text.rstrip())
             if line is None:
                 continue
             if line.command == "cache":
                 world = World(line)
-                continue
-            if world is None:
+            elif world is None:
                 raise InputError(f"{line.place}: the first command must be cache, got {line.command!r}.")
-            if line.command == "expect":
+            elif line.command == "expect":
                 expect(world, line)
-                failed = ""
+                unexpected = ""
             else:
                 said.extend(f"    {result}" for result in _do(world, line))
-                failed = line.place if world.outcome.error else ""
-        if failed and world is not None:
-            raise NotAsExpected(f"{failed}: {world.outcome.error}")
+                unexpected = world.outcome.error and f"{line.place}: {world.outcome.error}"
         if world is not None:
             world.check_past()
     except (NotAsExpected, AssertionError) as error:
-        place = "" if failed else f"{name}:{number}: "
-        raise ScenarioFailed(f"{place}{error}", "\n".join(said)) from error
+        raise ScenarioFailed(f"{name}:{number}: {error}", "\n".join(said)) from error
+    if unexpected:
+        raise ScenarioFailed(unexpected, "\n".join(said))
     return "\n".join(said) + "\n"
+
+
+def _expects_error(line: Line) -> bool:
+    return line.command == "expect" and line.text.partition(" ")[0] == "error"
 
 
 def _do(world: World, line: Line) -> list[str]:

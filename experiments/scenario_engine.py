@@ -17,9 +17,10 @@ from penelope_jax.events import (
     Update,
 )
 from penelope_jax.experiments.kv_model import Row
-from penelope_jax.experiments.scenario_language import Line, one_word, parts
+from penelope_jax.experiments.scenario_language import Line, is_token, no_words, one_word, parts
 from penelope_jax.experiments.scenario_world import Command, World
 from penelope_jax.segments import SamplingParams, StepDone, StepPlan
+from penelope_jax.state import EngineState
 
 _MAX_STEPS = 1000
 
@@ -30,6 +31,8 @@ def submit(world: World, line: Line) -> list[str]:
     `max_tokens=most` leaves the number of outputs to the engine.
     """
     name, _, history = line.text.partition(" ")
+    if not is_token(name):
+        raise InputError(f"{line.place}: {name!r} is no name for a request (r1, short).")
     if name in world.requests:
         raise InputError(f"{line.place}: there was a request called {name!r} already.")
     request_id = len(world.requests)
@@ -57,16 +60,19 @@ def abort(world: World, line: Line) -> list[str]:
 
 def flush(world: World, line: Line) -> list[str]:
     """`flush`: drops all K/V that no request holds."""
+    no_words(line)
     return _apply(world, Flush())
 
 
 def plan(world: World, line: Line) -> list[str]:
     """`plan`: plans a step and starts it."""
+    no_words(line)
     return _plan(world)
 
 
 def done(world: World, line: Line) -> list[str]:
     """`done`: the oldest step in flight comes back."""
+    no_words(line)
     if not world.pending:
         raise InputError(f"{line.place}: no step is in flight.")
     return _apply(world, world.pending.popleft())
@@ -74,6 +80,7 @@ def done(world: World, line: Line) -> list[str]:
 
 def step(world: World, line: Line) -> list[str]:
     """`step`: plans a step, starts it, and waits for every step in flight."""
+    no_words(line)
     said = _plan(world)
     while world.pending:
         said.extend(_apply(world, world.pending.popleft()))
@@ -94,9 +101,18 @@ def run(world: World, line: Line) -> list[str]:
 
 
 def _apply(world: World, event: Event) -> list[str]:
-    world.state, updates = engine.apply(world.state, (event,))
+    before = world.state
+    world.state, updates = engine.apply(before, (event,))
     world.outcome.updates.extend(updates)
-    return [update_text(world, update) for update in updates]
+    return [*(update_text(world, update) for update in updates), *_retracted(world, before)]
+
+
+def _retracted(world: World, before: EngineState) -> list[str]:
+    """Notes which requests wait again that were running, and says so."""
+    running = {request.request_id for request in before.running}
+    names = [world.requests[request.request_id] for request in world.state.waiting if request.request_id in running]
+    world.outcome.retracted.extend(names)
+    return [f"retracted {' '.join(names)}"] if names else []
 
 
 def update_text(world: World, update: Update) -> str:
@@ -131,12 +147,9 @@ def _plan(world: World) -> list[str]:
         if request.metrics is not None and request.request_id not in admitted:
             world.metrics[request.request_id] = request.metrics
             said.append(f"{world.requests[request.request_id]} admitted: {hits_text(request.metrics)}")
+    said.extend(_retracted(world, before))
     if step_plan is None:
         return [*said, "nothing to run"]
-    if step_plan.retracted:
-        retracted = [world.requests[request_id] for request_id in step_plan.retracted]
-        world.outcome.retracted.extend(retracted)
-        said.append(f"retracted {' '.join(retracted)}")
     if step_plan.evicted:
         said.append(world.note_evicted(before.cache, step_plan.evicted))
     said.append(f"step {step_plan.step}: {', '.join(segment_texts(world, step_plan))}")

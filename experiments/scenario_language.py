@@ -73,6 +73,17 @@ def one_word(line: Line) -> str:
     return line.text
 
 
+def no_words(line: Line) -> None:
+    """Raises InputError when anything follows a command that stands alone."""
+    if line.text:
+        raise InputError(f"{line.place}: {line.command} takes no words, got {line.text!r}.")
+
+
+def is_token(word: str) -> bool:
+    """Whether a word is the name of one token; requests are named like that too."""
+    return bool(_TOKEN.fullmatch(word))
+
+
 def plain(text: str) -> str:
     """Returns a history's text without what is only for the reader."""
     return " ".join(text.translate(_FOR_THE_READER).split())

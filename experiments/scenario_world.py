@@ -15,7 +15,7 @@ from penelope_jax.errors import InputError, bad_input
 from penelope_jax.events import RequestMetrics, Update
 from penelope_jax.experiments import render
 from penelope_jax.experiments.kv_model import KVModel, history_hashes
-from penelope_jax.experiments.scenario_language import Line, Vocabulary, plain
+from penelope_jax.experiments.scenario_language import Line, Vocabulary
 from penelope_jax.invariants import check_cache
 from penelope_jax.radix_tree import CacheState, Match, Pin
 from penelope_jax.segments import EvictedSpan, StepDone, StepPlan
@@ -53,7 +53,9 @@ class World:
     """
 
     def __init__(self, line: Line):
-        line.only({"pages", "page_size", "policy", "scheduler", "step_tokens", "max_wait", "insert_unit", *_CONFIG_NUMBERS})
+        line.only(
+            {"pages", "page_size", "policy", "scheduler", "step_tokens", "max_wait", "insert_unit", *_CONFIG_NUMBERS}
+        )
         page_size = line.number("page_size", 4)
         num_pages = line.number("pages", 16)
         limits = {name: line.number(option, 0) for option, name in _CONFIG_NUMBERS.items() if option in line.options}
@@ -91,10 +93,11 @@ class World:
         pins |= {request.pin.pin_id: self.requests[request.request_id] for request in self.state.running}
         return render.Names(page=self.words.page, request=self.requests.__getitem__, pins=pins)
 
-    def text(self, state: EngineState) -> list[str]:
-        lines = render.tree_lines(state.cache, self.names)
+    def texts(self) -> tuple[list[str], list[str]]:
+        """Returns the text of the cache, and that of the engine around it."""
+        lines = render.tree_lines(self.state.cache, self.names)
         lines.extend(f"{name} holds {render.page_numbers(ids.tolist())}" for name, ids in self.hands.items())
-        return lines + render.engine_lines(state, self.names)
+        return lines, render.engine_lines(self.state, self.names)
 
     def do(self, command: "Command", line: Line) -> list[str]:
         """Runs a command.
@@ -106,7 +109,7 @@ class World:
             InputError: the line cannot be understood.
             AssertionError: the state is wrong.
         """
-        before, text_before = self.state, self.text(self.state)
+        before, texts_before = self.state, self.texts()
         self.outcome = Outcome()
         try:
             said = command(self, line)
@@ -117,10 +120,12 @@ class World:
             self.outcome.error = str(error)
             said = [f"error: {error}"]
         self.check()
-        text = self.text(self.state)
-        self.outcome.changed = text != text_before
+        cache_text, engine_text = self.texts()
+        self.outcome.changed = (cache_text, engine_text) != texts_before
         self.past.append((self.state, render.tree_lines(self.state.cache, render.Names())))
-        return said + (text if self.outcome.changed else ["(as before)"])
+        if not self.outcome.changed:
+            return [*said, "(as before)"]
+        return said + (cache_text if cache_text != texts_before[0] else ["(tree as before)"]) + engine_text
 
     # What must hold after every command.
 
@@ -164,17 +169,18 @@ class World:
 
     def note_evicted(self, before: CacheState, spans: tuple[EvictedSpan, ...]) -> str:
         """Notes what was evicted, by name where its node was there before or still is, and says so."""
-        names = self.names
+        evicted = []
         for span in spans:
             cache = before if span.node_id in before.nodes else self.state.cache
             if span.node_id not in cache.nodes:
-                self.outcome.evicted.append(f"[{span.start}, {span.stop})")
+                evicted.append(f"{span.start}-{span.stop}")
                 continue
             node = cache.nodes[span.node_id]
             size = cache.page_size
             first, last = (span.start - node.start) // size, (span.stop - node.start) // size
-            self.outcome.evicted.extend(plain(name) for name in render.page_names(cache, node, names)[first:last])
-        return f"evicted {' '.join(self.outcome.evicted) or 'nothing'}"
+            evicted.extend(render.page_names(cache, node, self.names)[first:last])
+        self.outcome.evicted.extend(evicted)
+        return f"evicted {' '.join(evicted) or 'nothing'}"
 
 
 Command = Callable[[World, Line], list[str]]
