@@ -1,9 +1,29 @@
 """`penelope scenario FILE`: runs a script that drives the cache and prints the tree after each step.
 
-A script is lines of commands; README and `tests/golden/` have examples. The first one is `cache`, which makes an engine
-and may come again to start over. Every command is followed by what it did and by the state after it, or by `(as
-before)`. `expect` lines say what must hold; one that does not ends the script, as does an error that no `expect error`
-follows, and a broken invariant, which is looked for after every command.
+A script is lines of commands. Each is printed with what it did and the state after it below it, or `(as before)`;
+`render` says how to read the tree. A history is written in letters, `S|A B x y`: a capitalised word is one page, any
+other word one token, and `|`, `[`, `]` mean nothing. `#` starts a comment. Examples are in `tests/golden/`.
+
+    cache [pages=16 page_size=4 policy=penelope scheduler=lpm step_tokens= ...]     a new engine; the first command
+
+    insert HISTORY [from=POSITION] [salt=]      match HISTORY [salt=]      touch HISTORY [salt=]
+    pin NAME HISTORY [salt=]                    unpin NAME                 evict NUMBER [policy=]
+    take NAME NUMBER                            free NAME ...              save NAME, restore NAME
+
+    submit NAME HISTORY [max_tokens=1|most] [stop=TOKEN,...] [outputs=TOKEN,...] [salt=] [logprobs_from=] [at=SECONDS]
+    plan        plans a step and starts it      done        the oldest step in flight comes back
+    step        plan, then done for all         run         steps until no request is left
+    abort NAME                                  flush
+
+    expect free|resident|evictable|nodes|pins NUMBER            expect tree HISTORY, ... [salt=]
+    expect order HISTORY, ...   (evictable, oldest first)       expect running|waiting NAME ...
+    expect hits NAME 8 hit, 4 refilled, 1 new                   expect row NAME PAGE_ID ...
+    and of the last command: expect unchanged | hit NUMBER | matched 0-4 device, 4-8 missing, ... | adopted NUMBER |
+    returned NUMBER | evicted PAGE ... | short NUMBER | plan r1 phantom 4-12, r1 real 16-17 sample, ... |
+    retracted NAME ... | updates r1 sampled x at 9, r1 finished by length, ... | refusal TEXT | error TEXT
+
+`nothing` stands for an empty list. An expectation that does not hold ends the script, as does an error that no `expect
+error` follows, and a broken invariant, which is looked for after every command.
 
     python -m penelope_jax.experiments.scenario --update FILE...
 

@@ -44,8 +44,8 @@ def test_golden_says_what_it_proves_and_states_it_by_hand(path):
 
 
 def test_every_rule_and_case_has_a_scenario():
-    names = [path.stem.partition("_")[0] for path in SCENARIOS]
-    assert {*RULES, *CASES, "figure3"} == set(names)
+    names = {path.stem.partition("_")[0] for path in SCENARIOS}
+    assert {*RULES, *CASES, "figure3"} - names == set()
 
 
 def test_no_expected_text_without_a_scenario():
