@@ -9,16 +9,13 @@ Letters: T rows of the bucket, S segments of the bucket, W pages written.
 
 import dataclasses
 
-import jax
 import numpy as np
 from flax import struct
 
 from penelope_jax.config import check_page_size
 from penelope_jax.kernels.kv_write import DROP_PAGE
-from penelope_jax.sampling import SamplingRows
+from penelope_jax.sampling import Array, SamplingRows
 from penelope_jax.segments import Segment, StepPlan
-
-Array = np.ndarray | jax.Array
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,8 +107,8 @@ def padding_batch(buckets: Buckets, num_rows: int, *, scoring: bool) -> ForwardB
             position=np.zeros(num_samples, np.int32),
         ),
         targets=np.full(num_rows if scoring else 0, -1, np.int32),
-        num_tokens=np.int32(0),
-        num_samples=np.int32(0),
+        num_tokens=np.zeros((), np.int32),
+        num_samples=np.zeros((), np.int32),
         q_tile=buckets.q_tile,
         decode_q_tile=buckets.decode_q_tile,
     )
@@ -158,7 +155,8 @@ def build_batch(plan: StepPlan, buckets: Buckets, num_pages: int) -> ForwardBatc
             num_samples += 1
     _cut_tiles(batch, segments, first_rows, lengths)
     _place_writes(batch, plan, first_rows, buckets)
-    return batch.replace(num_tokens=np.int32(lengths.sum()), num_samples=np.int32(num_samples))
+    batch.num_tokens[...], batch.num_samples[...] = lengths.sum(), num_samples
+    return batch
 
 
 def _cut_tiles(batch: ForwardBatch, segments: tuple[Segment, ...], first_rows: np.ndarray, lengths: np.ndarray) -> None:

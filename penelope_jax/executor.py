@@ -8,6 +8,7 @@ the next, and reaches the host in `collect`.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -104,7 +105,7 @@ class JaxExecutor:
             sharding = params.embed.sharding
             if not isinstance(sharding, NamedSharding):
                 raise ValueError(f"params lie on {sharding}; they need a NamedSharding, or pass a mesh.")
-            mesh = sharding.mesh
+            mesh = cast(Mesh, sharding.mesh)
         self.config = config
         self.params = params
         self.num_pages = num_pages
@@ -128,7 +129,7 @@ class JaxExecutor:
     @property
     def num_compilations(self) -> int:
         """Programs of the step compiled in this process."""
-        return forward_step._cache_size()
+        return cast(Any, forward_step)._cache_size()
 
     def warm_up(self, progress: Callable[[int, int], None] | None = None) -> int:
         """Compiles the step for every bucket, and what reads pages.

@@ -24,7 +24,7 @@ from penelope_jax.kernels.paged_attention import ragged_paged_attention
 from penelope_jax.models import layers
 from penelope_jax.models.config import ModelConfig
 from penelope_jax.models.layers import Params
-from penelope_jax.sampling import SamplingRows, sample
+from penelope_jax.sampling import Array, SamplingRows, sample
 
 POOL_SPEC = PartitionSpec(None, None, None, "tensor", None, None)  # of [P, L, 2, K, page_size, H]
 HEADS_SPEC = PartitionSpec(None, "tensor", None)  # of [T, N or K, H]
@@ -109,7 +109,7 @@ def forward_step(
     return kv_pool, jax.lax.with_sharding_constraint(outputs, replicated)
 
 
-def map_row_tiles(function: Callable[..., Any], num_rows: jax.Array, tile: int, *rows: Any) -> Any:
+def map_row_tiles(function: Callable[..., Any], num_rows: Array, tile: int, *rows: Any) -> Any:
     """Applies a row-wise function to tiles of `tile` rows, up to the tile that holds row `num_rows` - 1.
 
     Args:
@@ -200,7 +200,7 @@ def draw_samples(
     params: Params,
     x: jax.Array,
     sampling: SamplingRows,
-    num_samples: jax.Array,
+    num_samples: Array,
     by_tiles: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """Samples the rows x [S, D] that left the last layer; returns i32[S] tokens and f32[S] log-probabilities."""
@@ -220,9 +220,7 @@ def draw_samples(
         return map_row_tiles(draw, num_samples, 1, logits, log_total, sampling)
 
 
-def score_rows(
-    config: ModelConfig, params: Params, x: jax.Array, targets: jax.Array, num_tokens: jax.Array
-) -> jax.Array:
+def score_rows(config: ModelConfig, params: Params, x: jax.Array, targets: Array, num_tokens: Array) -> jax.Array:
     """Returns f32[T], the log-probability of each row's target, NaN where `targets` is -1; f32[0] if there are none.
 
     Goes by tiles in every mode: the logits of all rows at once would not fit where vocabularies are large.

@@ -8,19 +8,22 @@ kept, so ties can leave more than k candidates.
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
+
+Array = np.ndarray | jax.Array
 
 
 @struct.dataclass
 class SamplingRows:
     """How each row samples; see `segments.SamplingParams`. R rows."""
 
-    temperature: jax.Array  # f32[R]; 0 is greedy
-    top_p: jax.Array  # f32[R]; 1 keeps all
-    top_k: jax.Array  # i32[R]; 0 keeps all
-    seed: jax.Array  # u32[R]
-    choice: jax.Array  # i32[R]
-    position: jax.Array  # i32[R], the position the drawn token will stand at
+    temperature: Array  # f32[R]; 0 is greedy
+    top_p: Array  # f32[R]; 1 keeps all
+    top_k: Array  # i32[R]; 0 keeps all
+    seed: Array  # u32[R]
+    choice: Array  # i32[R]
+    position: Array  # i32[R], the position the drawn token will stand at
 
 
 def sample(logits: jax.Array, rows: SamplingRows) -> jax.Array:
@@ -51,7 +54,7 @@ def row_keys(rows: SamplingRows) -> jax.Array:
     return jax.vmap(one)(rows.seed, rows.choice, rows.position)
 
 
-def keep_candidates(scaled: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
+def keep_candidates(scaled: jax.Array, top_k: Array, top_p: Array) -> jax.Array:
     """Replaces by -inf what top-k, and then top-p of the rest, exclude.
 
     Args:
@@ -79,7 +82,7 @@ def _draw(logits: jax.Array, rows: SamplingRows) -> jax.Array:
     return jnp.argmax(scaled + noise, axis=-1).astype(jnp.int32)
 
 
-def _at_least(ordered: jax.Array, weight: jax.Array, need: jax.Array) -> jax.Array:
+def _at_least(ordered: jax.Array, weight: jax.Array, need: Array) -> jax.Array:
     """Marks in each row the smallest set of largest values whose weight reaches `need`; bool[R, V].
 
     Args:
