@@ -10,6 +10,7 @@ import numpy as np
 
 from penelope_jax import engine
 from penelope_jax.config import EngineConfig
+from penelope_jax.event_log import EventLogWriter
 from penelope_jax.events import (
     Abort,
     Admitted,
@@ -64,6 +65,8 @@ class Driver:
     device, and the host hears of them one step late. Outputs are the same; a request that ends on a stop token costs
     one more row.
 
+    With `log`, every event and plan is written there before it takes effect; whoever opened the log closes it.
+
     Not thread safe: one thread owns it.
     """
 
@@ -74,8 +77,12 @@ class Driver:
         clock: Callable[[], float] = time.perf_counter,
         *,
         overlap: bool = False,
+        log: EventLogWriter | None = None,
     ):
+        if log is not None and log.config != config:
+            raise ValueError("the event log was opened for another configuration.")
         self.state: EngineState = make_state(config)
+        self.log = log
         self.executor = executor
         self.clock = clock
         self.overlap = overlap
@@ -147,6 +154,8 @@ class Driver:
         if self.state.idle:
             return updates
         self.state, plan = engine.plan(self.state)
+        if self.log is not None:
+            self.log.planned(plan)
         for request in self.state.running:
             if request.request_id not in self._announced:
                 assert request.metrics is not None, "an admitted request has metrics"
@@ -165,6 +174,8 @@ class Driver:
         return updates
 
     def _apply(self, event: Event) -> tuple[Update, ...]:
+        if self.log is not None:
+            self.log.event(event)
         self.state, updates = engine.apply(self.state, (event,))
         for update in updates:
             if isinstance(update, Finished):
