@@ -104,6 +104,9 @@ def _apply(world: World, event: Event) -> list[str]:
     before = world.state
     world.state, updates = engine.apply(before, (event,))
     world.outcome.updates.extend(updates)
+    for update in updates:
+        if isinstance(update, Finished) and update.metrics is not None:
+            world.metrics[update.request_id] = update.metrics
     return [*(update_text(world, update) for update in updates), *_retracted(world, before)]
 
 
@@ -144,8 +147,9 @@ def _plan(world: World) -> list[str]:
     admitted = {request.request_id for request in (*before.running, *before.waiting) if request.metrics is not None}
     said = []
     for request in (*after.running, *after.waiting):
-        if request.metrics is not None and request.request_id not in admitted:
+        if request.metrics is not None:
             world.metrics[request.request_id] = request.metrics
+        if request.metrics is not None and request.request_id not in admitted:
             said.append(f"{world.requests[request.request_id]} admitted: {hits_text(request.metrics)}")
     said.extend(_retracted(world, before))
     if step_plan is None:
