@@ -126,15 +126,18 @@ def _step_done(state: EngineState, event: StepDone, updates: list[Update]) -> En
     running = {request.request_id: request for request in state.running}
     for request_id, token, logprob in zip(flight.sampled, event.tokens.tolist(), event.logprobs.tolist()):
         request = running[request_id]
-        if request.leaving in ("", "retract"):
-            position = len(request.prompt) + len(request.outputs)
+        outputs, leaving = request.outputs, request.leaving
+        if leaving in ("", "retract"):
+            position = len(request.prompt) + len(outputs)
             updates.append(Sampled(request_id=request_id, token=token, logprob=logprob, position=position))
-            request = dataclasses.replace(request, outputs=(*request.outputs, token))
+            outputs = (*outputs, token)
             if token in request.sampling.stop_token_ids:
-                request = dataclasses.replace(request, leaving="stop")
-            elif request.output_len >= request.max_tokens:
-                request = dataclasses.replace(request, leaving="length")
-        running[request_id] = dataclasses.replace(request, num_in_flight=request.num_in_flight - 1)
+                leaving = "stop"
+            elif request.output_len + 1 >= request.max_tokens:
+                leaving = "length"
+        running[request_id] = dataclasses.replace(
+            request, outputs=outputs, leaving=leaving, num_in_flight=request.num_in_flight - 1
+        )
     for (request_id, start, num_rows, first, reused), scores in zip(flight.scored, event.scores):
         request = running[request_id]
         if request.leaving != "abort":

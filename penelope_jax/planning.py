@@ -49,7 +49,7 @@ class _Planner:
         self.page_size = state.config.page_size
         self.running = list(state.running)
         self.waiting = state.waiting
-        self.counters = state.counters
+        self.tally: dict[str, int] = {}  # what this step adds to the counters
         self.tokens_left = state.config.max_step_tokens
         self.segments_left = state.config.max_step_segments
         self.segments: list[Segment] = []
@@ -58,6 +58,9 @@ class _Planner:
         self.marked: set[int] = set()  # requests to be retracted when their last step is back
         self.planned: set[int] = set()  # requests with a row in this step
         self.num_samples = 0
+
+    def tell(self, counter: str, number: int) -> None:
+        self.tally[counter] = self.tally.get(counter, 0) + number
 
     # Pages.
 
@@ -72,7 +75,7 @@ class _Planner:
             if short > 0:
                 self.cache, done = eviction.evict(self.cache, short, self.config.policy)
                 self.evicted.extend(done.spans)
-                self.counters = count(self.counters, evicted_pages=done.num_pages)
+                self.tell("evicted_pages", done.num_pages)
             if num_pages <= self.cache.device.num_free:
                 pool, page_ids = pages.take(self.cache.device, num_pages)
                 self.cache = dataclasses.replace(self.cache, device=pool)
@@ -88,8 +91,9 @@ class _Planner:
         Returns:
             Whether pages became free or evictable now.
         """
-        index = next(i for i, other in enumerate(self.running) if other.request_id == requester.request_id)
-        younger = [other for other in self.running[index + 1 :] if other.request_id not in self.planned]
+        younger = [
+            other for other in self.running[self.index_of(requester) + 1 :] if other.request_id not in self.planned
+        ]
         staying = [other for other in younger if not other.leaving]
         for request in reversed(staying):
             if not self.flying(request):
@@ -112,7 +116,7 @@ class _Planner:
         self.running = others
         self.waiting = with_retracted(self.waiting, again)
         self.retracted.append(request.request_id)
-        self.counters = count(self.counters, retractions=1)
+        self.tell("retractions", 1)
 
     def flying(self, request: Request) -> bool:
         """Whether the request has a row in a step that is not back."""
@@ -153,19 +157,29 @@ class _Planner:
         self.tokens_left -= stop - start
         self.segments_left -= 1
         self.planned.add(request.request_id)
-        self.counters = count(
-            self.counters,
-            **{_COUNTER_OF[kind]: stop - start, "phantom_segments": int(kind is SegmentKind.PHANTOM)},
+        self.tell(_COUNTER_OF[kind], stop - start)
+        if kind is SegmentKind.PHANTOM:
+            self.tell("phantom_segments", 1)
+
+    def planned_to(self, request: Request, position: int, *, sampled: bool) -> Request:
+        """Returns the request with rows in this step up to `position`, the last one sampled or not.
+
+        Its sample, if any, is numbered among this step's.
+        """
+        self.num_samples += sampled
+        return dataclasses.replace(
+            request,
+            next_pos=position,
+            last_step=self.state.next_step,
+            num_in_flight=request.num_in_flight + sampled,
+            feed=self.num_samples - 1 if sampled else request.feed,
         )
 
-    def sampled(self, request: Request) -> Request:
-        """Returns the request with one more sample in flight, numbered among this step's."""
-        self.num_samples += 1
-        return dataclasses.replace(request, num_in_flight=request.num_in_flight + 1, feed=self.num_samples - 1)
-
     def store(self, request: Request) -> None:
-        index = next(i for i, other in enumerate(self.running) if other.request_id == request.request_id)
-        self.running[index] = request
+        self.running[self.index_of(request)] = request
+
+    def index_of(self, request: Request) -> int:
+        return next(i for i, other in enumerate(self.running) if other.request_id == request.request_id)
 
     def decode(self) -> None:
         """One token for each request whose prompt is done, oldest first."""
@@ -187,8 +201,7 @@ class _Planner:
                 request = dataclasses.replace(request, page_table=table)
             in_flight = position >= len(request.prompt) + len(request.outputs)
             self.add(request, SegmentKind.DECODE, position, position + 1, True, request.feed if in_flight else -1)
-            request = dataclasses.replace(request, next_pos=position + 1, last_step=self.state.next_step)
-            self.store(self.sampled(request))
+            self.store(self.planned_to(request, position + 1, sampled=True))
 
     def prefill(self) -> None:
         """Goes on with admitted requests whose prompt is not done, oldest first."""
@@ -203,9 +216,9 @@ class _Planner:
             # Pages that another request filled since.
             table = request.page_table.copy()
             table[:path_pages] = radix_tree.path_page_ids(self.cache, request.pin.node_id)
-            request = dataclasses.replace(request, page_table=frozen(table))
             owners = radix_tree.path_owners(self.cache, request.pin.node_id)
-            request = dataclasses.replace(request, num_owned=int((owners == request.request_id).sum()))
+            num_owned = int((owners == request.request_id).sum())
+            request = dataclasses.replace(request, page_table=frozen(table), num_owned=num_owned)
         else:
             owners = np.empty(0, np.int64)
         rows: list[tuple[SegmentKind, int, int]] = []
@@ -223,12 +236,10 @@ class _Planner:
             else:
                 rows.append((kind, start, stop))
         if rows:
-            request = dataclasses.replace(request, last_step=self.state.next_step)
             done = request.prefilled
             for kind, start, stop in rows:
                 self.add(request, kind, start, stop, done and stop == len(request.prompt))
-            if done:
-                request = self.sampled(request)
+            request = self.planned_to(request, request.next_pos, sampled=done)
             stop = rows[-1][2]
             chunked = self.config.policy.insert_unit is InsertUnit.CHUNK and rows[-1][0] is SegmentKind.REAL
             if chunked and stop < request.path_stop:
@@ -320,7 +331,7 @@ class _Planner:
             self.cache = cache
             self.waiting = tuple(other for other in self.waiting if other.request_id != request.request_id)
             self.running.append(admitted)
-            self.counters = count(self.counters, admitted=int(request.metrics is None))
+            self.tell("admitted", int(request.metrics is None))
             self.extend(admitted)
 
     def finish(self) -> tuple[EngineState, StepPlan | None]:
@@ -329,7 +340,7 @@ class _Planner:
             cache=self.cache,
             running=tuple(self.running),
             waiting=self.waiting,
-            counters=self.counters,
+            counters=count(self.state.counters, **self.tally),
         )
         if not self.segments:
             return state, None
