@@ -251,7 +251,7 @@ def default_token_buckets(max_segments: int, max_step_tokens: int, *, determinis
 
     In deterministic mode loops end with the last row in use, so padding costs next to nothing and few buckets do.
     """
-    smallest, factor = (128, 16) if deterministic else (max_segments, 2)
+    smallest, factor = (max(128, max_segments), 16) if deterministic else (max_segments, 4)
     buckets = [min(smallest, max_step_tokens)]
     while buckets[-1] < max_step_tokens:
         buckets.append(min(max(128, buckets[-1] * factor), max_step_tokens))
