@@ -108,6 +108,7 @@ class EngineConfig:
         max_wait_s: with `lpm-cost`, a request that waited longer goes first.
         linear_cost: c of the cost formula, in units (paper, section 2.2).
         vocab_size: token ids must be below it.
+        weights_fingerprint: hash of the weights, part of every key of the cache (rule 12); "" when it is never saved.
     """
 
     device_tokens: int
@@ -123,6 +124,7 @@ class EngineConfig:
     max_wait_s: float = 60.0
     linear_cost: float = 0.0
     vocab_size: int = 2**31 - 1
+    weights_fingerprint: str = ""
 
     def __post_init__(self):
         check_page_size(self.page_size)
@@ -146,6 +148,10 @@ class EngineConfig:
             raise ValueError(f"host_tokens={self.host_tokens}: this version has no host tier; use 0.")
         if self.scheduler not in SCHEDULERS:
             raise ValueError(f"unknown scheduler {self.scheduler!r}; known: {', '.join(SCHEDULERS)}.")
+
+    def namespace(self, cache_salt: str) -> str:
+        """Returns the part of the cache that requests with this salt share."""
+        return f"{self.weights_fingerprint}:{cache_salt}" if self.weights_fingerprint else cache_salt
 
     @property
     def num_device_pages(self) -> int:

@@ -88,7 +88,7 @@ def _submit(state: EngineState, event: Submit, updates: list[Update]) -> EngineS
     request = Request(
         request_id=event.request_id,
         session_id=event.session_id,
-        namespace=event.cache_salt,
+        namespace=state.config.namespace(event.cache_salt),
         arrival=state.next_arrival,
         arrival_s=event.time_s,
         prompt=prompt,
