@@ -17,6 +17,8 @@ import tqdm
 
 from penelope_jax.config import EngineConfig
 from penelope_jax.driver import Driver, Executor
+from penelope_jax.errors import InputError
+from penelope_jax.event_log import EventLogWriter
 from penelope_jax.experiments import engine_options
 from penelope_jax.experiments.closed_loop import Call, ClosedLoop, RealClock, play
 from penelope_jax.experiments.sessions import Session
@@ -85,7 +87,13 @@ def stop_on_interrupt(clock: RealClock) -> Iterator[threading.Event]:
 
 
 def run_replay(
-    config: EngineConfig, executor: Executor, sessions: Sequence[Session], num_live: int, *, label: str = "replay"
+    config: EngineConfig,
+    executor: Executor,
+    sessions: Sequence[Session],
+    num_live: int,
+    *,
+    label: str = "replay",
+    log: EventLogWriter | None = None,
 ) -> Replay:
     """Replays sessions in real time; Ctrl-C ends it early.
 
@@ -95,9 +103,10 @@ def run_replay(
         sessions: what to replay.
         num_live: sessions alive at once.
         label: of the progress bar, which shows on a terminal only.
+        log: where events and plans are written.
     """
     clock = RealClock()
-    driver = Driver(config, executor, clock=clock)
+    driver = Driver(config, executor, clock=clock, log=log)
     recorder = Recorder(config.page_size, config.linear_cost)
     loop = ClosedLoop(sessions, num_live, config.vocab_size)
     fingerprint = Fingerprint()
@@ -185,12 +194,18 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--policy", default="penelope", metavar="NAME,...", help="one or several, compared in a table")
     parser.add_argument("--deterministic", action="store_true", help="results do not depend on what else runs")
     parser.add_argument("--json", metavar="FILE", help="write the summary here, and one line a request beside it")
+    parser.add_argument("--event-log", metavar="FILE", help="write every event here, a new file, for penelope inspect")
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command; returns its exit code."""
     policies = engine_options.policies(args, args.policy)
     engine_options.check_output("--json", args.json)
+    log_files = [_log_file(args.event_log, policy.name, len(policies)) for policy in policies]
+    for log_file in log_files:
+        engine_options.check_output("--event-log", log_file)
+        if log_file is not None and pathlib.Path(log_file).exists():
+            raise InputError(f"--event-log {log_file}: exists; a log is never written over.")
     engine_options.check_flags(args)
     model = engine_options.load_model(args)
     max_context = engine_options.context_limit(args, model)
@@ -205,9 +220,16 @@ def run(args: argparse.Namespace) -> int:
     environment = engine_options.environment()
 
     documents = []
-    for config in configs:
+    for config, log_file in zip(configs, log_files, strict=True):
         compiled = executor.num_compilations
-        replay = run_replay(config, executor, trace.sessions, args.sessions, label=config.policy.name)
+        with contextlib.ExitStack() as stack:
+            log = None
+            if log_file is not None:
+                notes = {"seed": args.seed, "model": model.name, "dtype": model.config.dtype, **environment}
+                log = stack.enter_context(EventLogWriter(log_file, config, notes))
+            replay = run_replay(config, executor, trace.sessions, args.sessions, label=config.policy.name, log=log)
+            if log is not None and replay.partial:
+                log.close("an interruption")
         settings = engine_options.config_document(
             config,
             model=model.name,
@@ -240,6 +262,13 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         write_json(args.json, documents[0] if len(configs) == 1 else documents)
     return INTERRUPTED if documents[-1]["run"]["partial"] else 0
+
+
+def _log_file(log_file: str | None, policy: str, num_policies: int) -> str | None:
+    if log_file is None or num_policies == 1:
+        return log_file
+    path = pathlib.Path(log_file)
+    return str(path.with_name(f"{path.stem}.{policy}{path.suffix}"))
 
 
 def _records_file(json_file: str | None, policy: str, num_policies: int) -> str | None:

@@ -17,7 +17,9 @@ COMMANDS: tuple[tuple[str, str], ...] = (
     ("verify", "compare a small cache with one that never evicts, bit by bit"),
     ("scenario", "run a script that drives the cache, and print the tree after each step"),
     ("synthesize", "draw agent sessions and write them as a trace"),
+    ("inspect", "rebuild past states of a run from its event log, and find out when something happened"),
 )
+_MODULES = {"inspect": "inspect_log"}  # where the command's name would hide a module of Python's
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -33,7 +35,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
             subparser.add_argument("file", metavar="FILE", help="the script")
             subparser.set_defaults(run=_run_scenario, prog=f"penelope {name}")
         elif name == wanted:
-            module = importlib.import_module(f"penelope_jax.experiments.{name}")
+            module = importlib.import_module(f"penelope_jax.experiments.{_MODULES.get(name, name)}")
             module.add_flags(subparser)
             subparser.set_defaults(run=module.run, prog=f"penelope {name}")
     return parser.parse_args(list(argv[1:]))

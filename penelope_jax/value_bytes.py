@@ -62,37 +62,40 @@ def put(out: bytearray, value: Any, *, brief: bool = False) -> None:
     Raises:
         TypeError: it is not made of the types named above.
     """
-    if value is None:
-        out += b"n"
-    elif isinstance(value, (bool, np.bool_)):
-        out += b"y" if value else b"z"
-    elif isinstance(value, (int, np.integer)) and not isinstance(value, enum.Enum):
+    kind = type(value)
+    if kind is int or isinstance(value, np.integer):
         out += b"i"
         number = int(value)
         put_count(out, number * 2 if number >= 0 else -number * 2 - 1)
+    elif value is None:
+        out += b"n"
+    elif kind is bool or isinstance(value, np.bool_):
+        out += b"y" if value else b"z"
     elif isinstance(value, (float, np.floating)):
         out += b"f" + _FLOAT.pack(value)
-    elif isinstance(value, str) and not isinstance(value, enum.Enum):
+    elif kind is str:
         out += b"s"
         put_text(out, value)
-    elif isinstance(value, tuple):
-        out += b"t"
-        put_count(out, len(value))
-        for item in value:
-            put(out, item, brief=brief)
     elif isinstance(value, np.ndarray):
         out += b"a"
         put_array(out, value)
     elif isinstance(value, enum.Enum):
         out += b"e"
-        put_text(out, type(value).__name__)
+        put_text(out, kind.__name__)
         put_text(out, value.name)
+    elif isinstance(value, (int, str)):  # of a subclass
+        put(out, int(value) if isinstance(value, int) else str.__str__(value))
+    elif isinstance(value, tuple):
+        out += b"t"
+        put_count(out, len(value))
+        for item in value:
+            put(out, item, brief=brief)
     elif dataclasses.is_dataclass(value):
         out += b"r"
-        put_text(out, type(value).__name__)
+        put_text(out, kind.__name__)
         put_fields(out, value, brief=brief)
     else:
-        raise TypeError(f"{type(value).__name__} {value!r} cannot be written as bytes.")
+        raise TypeError(f"{kind.__name__} {value!r} cannot be written as bytes.")
 
 
 def put_fields(out: bytearray, value: Any, *, brief: bool = False, without: tuple[str, ...] = ()) -> None:
@@ -106,7 +109,7 @@ def put_fields(out: bytearray, value: Any, *, brief: bool = False, without: tupl
     """
     for name, key, default in _fields(type(value)):
         item = getattr(value, name)
-        if name in without or (brief and type(item) is type(default) and _same(item, default)):
+        if brief and _same(item, default) or name in without:
             continue
         out += key
         put(out, item, brief=brief)
@@ -114,14 +117,17 @@ def put_fields(out: bytearray, value: Any, *, brief: bool = False, without: tupl
 
 
 def _same(item: Any, default: Any) -> bool:
-    return item is default or (not dataclasses.is_dataclass(item) and item == default)
+    if item is default:
+        return True
+    return type(item) is type(default) and not dataclasses.is_dataclass(item) and bool(item == default)
 
 
 def put_array(out: bytearray, array: np.ndarray) -> None:
     """Appends dtype, shape and elements, little endian."""
     if array.dtype.hasobject:
         raise TypeError(f"an array of {array.dtype} cannot be written as bytes.")
-    array = array.astype(array.dtype.newbyteorder("<"), copy=False)
+    if array.dtype.str.startswith(">"):
+        array = array.astype(array.dtype.newbyteorder("<"))
     put_text(out, array.dtype.str)
     put_count(out, array.ndim)
     for size in array.shape:
