@@ -1,8 +1,7 @@
 """Reads Hugging Face safetensors into parameters.
 
 Every name and shape is checked against the configuration before a byte of weights is read. Then each parameter is
-stacked over the layers on the host and placed on the mesh before the next one starts, so the host holds one stacked
-parameter at a time.
+placed on the mesh before the next one starts, and of each tensor only what a device of this process needs is read.
 """
 
 import contextlib
@@ -10,26 +9,28 @@ import dataclasses
 import pathlib
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 import jax
 import numpy as np
 import safetensors
 from jax.sharding import Mesh
 
-from penelope_jax.models import llama, qwen3
+from penelope_jax.models import llama, qwen3, qwen3_moe
 from penelope_jax.models.config import ModelConfig, read_json
-from penelope_jax.models.layers import Params, parameter_shapes, parameter_shardings
+from penelope_jax.models.expert_tensors import expert_sources
+from penelope_jax.models.layers import Params, parameter_shapes
+from penelope_jax.models.placement import Index, Leaf, Source, Sources, place_params, stack_sources, stored_config
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
-_LAYER_TENSORS = {module.MODEL_TYPE: module.HF_LAYER_TENSORS for module in (qwen3, llama)}
+_LAYER_TENSORS = {module.MODEL_TYPE: module.HF_LAYER_TENSORS for module in (qwen3, llama, qwen3_moe)}
 _TOP_TENSORS = {
     "embed": "model.embed_tokens.weight",
     "final_norm": "model.norm.weight",
     "lm_head": "lm_head.weight",
 }
+_LAYER_PREFIX = "model.layers.{}."
 _FLOATS = ("F32", "F16", "BF16")
 _MOST_NAMED = 4  # tensors named in one error
 
@@ -48,7 +49,6 @@ def load_params(directory: pathlib.Path, config: ModelConfig, mesh: Mesh) -> Par
     Raises:
         ValueError: weights are missing, truncated, unexpected, or not of the configuration's shapes.
     """
-    names = tensor_names(config, _TOP_TENSORS, _LAYER_TENSORS[config.architecture], "model.layers.{}.")
     with contextlib.ExitStack() as stack:
         opened = {path: stack.enter_context(_open(path)) for path in _weight_files(directory)}
         stored = {}
@@ -57,15 +57,30 @@ def load_params(directory: pathlib.Path, config: ModelConfig, mesh: Mesh) -> Par
                 if name in stored:
                     raise ValueError(f"{path}: tensor {name} is also in {stored[name].file.name}.")
                 stored[name] = _describe(path, file, name)
+        sources = tensor_sources(config, _TOP_TENSORS, _LAYER_TENSORS[config.architecture], _LAYER_PREFIX)
+        if config.num_experts:
+            shapes = {name: tensor.shape for name, tensor in stored.items()}
+            sources |= expert_sources(config, shapes, _LAYER_PREFIX, str(directory))
         ignored = [name for name in stored if _is_ignored(name, config)]
-        check_tensors(str(directory), expected_shapes(config, names), stored, ignored)
-        return stack_params(config, mesh, names, lambda name: opened[stored[name].file].get_tensor(name))
+        check_tensors(str(directory), sources, stored, ignored)
+
+        def read(name: str, index: Index) -> np.ndarray:
+            return opened[stored[name].file].get_slice(name)[index]
+
+        return load_sources(config, mesh, sources, read)
 
 
-def tensor_names(
-    config: ModelConfig, top: Mapping[str, str], layer: Mapping[str, str], layer_prefix: str
-) -> dict[str, list[str]]:
-    """Returns the stored names of each parameter of `config`: one, or one a layer.
+def load_sources(config: ModelConfig, mesh: Mesh, sources: Sources, read: Callable[[str, Index], np.ndarray]) -> Params:
+    """Reads each parameter from its sources onto the mesh; `read` returns a part of a stored tensor by name."""
+
+    def read_part(field: str, leaf: Leaf, index: Index) -> np.ndarray:
+        return stack_sources(leaf, index, sources[field], read)
+
+    return place_params(config, mesh, read_part)
+
+
+def tensor_sources(config: ModelConfig, top: Mapping[str, str], layer: Mapping[str, str], layer_prefix: str) -> Sources:
+    """Returns where the parameters of `config` are stored, those of single experts left out.
 
     Args:
         config: the model.
@@ -73,34 +88,34 @@ def tensor_names(
         layer: stored name below the prefix, by field of `LayerParams`.
         layer_prefix: prefix of a layer's tensors with `{}` for its number.
     """
-    names = {}
-    for path, _ in jax.tree.leaves_with_path(parameter_shapes(config)):
+    sources = {}
+    for path, leaf in jax.tree.leaves_with_path(parameter_shapes(stored_config(config))):
         field = path[-1].name
-        if len(path) == 1:
-            names[field] = [top[field]]
-        else:
-            names[field] = [layer_prefix.format(i) + layer[field] for i in range(config.num_layers)]
-    return names
-
-
-def expected_shapes(config: ModelConfig, names: Mapping[str, list[str]]) -> dict[str, tuple[int, ...]]:
-    """Returns the shape every stored tensor must have. Files store projections `[out, in]`, parameters `[in, out]`."""
-    expected = {}
-    for path, leaf in jax.tree.leaves_with_path(parameter_shapes(config)):
-        field = path[-1].name
+        transposed = field.endswith("_proj") or field in ("lm_head", "router")  # files store projections [out, in]
         shape = leaf.shape if len(path) == 1 else leaf.shape[1:]
-        for name in names[field]:
-            expected[name] = shape[::-1] if _is_transposed(field) else shape
-    return expected
+        shape = shape[::-1] if transposed else shape
+        if len(path) == 1:
+            sources[field] = {(): Source(top[field], shape, (), transposed)}
+        elif field in layer:
+            sources[field] = {
+                (i,): Source(layer_prefix.format(i) + layer[field], shape, (i,), transposed)
+                for i in range(config.num_layers)
+                if _has(config, i, field)
+            }
+    return sources
+
+
+def _has(config: ModelConfig, layer: int, field: str) -> bool:
+    if field in ("gate_proj", "up_proj", "down_proj"):
+        return not config.has_experts(layer)
+    return field != "router" or config.has_experts(layer)
 
 
 def check_tensors(
-    where: str,
-    expected: Mapping[str, tuple[int, ...]],
-    stored: Mapping[str, StoredTensor],
-    ignored: Iterable[str] = (),
+    where: str, sources: Sources, stored: Mapping[str, StoredTensor], ignored: Iterable[str] = ()
 ) -> None:
-    """Raises one ValueError unless `stored` holds exactly the expected names, and of the expected shapes."""
+    """Raises one ValueError unless `stored` holds exactly the sources, and of their shapes."""
+    expected = {source.name: source.shape for field in sources.values() for source in field.values()}
     missing = [name for name in expected if name not in stored]
     if missing:
         raise ValueError(f"{where}: missing tensors ({len(missing)}): {_some(missing)}.")
@@ -111,35 +126,6 @@ def check_tensors(
         if stored[name].shape != shape:
             found = list(stored[name].shape)
             raise ValueError(f"{stored[name].file}: tensor {name} has shape {found}; the model needs {list(shape)}.")
-
-
-def stack_params(
-    config: ModelConfig, mesh: Mesh, names: Mapping[str, list[str]], read: Callable[[str], np.ndarray]
-) -> Params:
-    """Reads each parameter's tensors, stacks them over the layers and places them on the mesh, one after another.
-
-    Args:
-        config: the model; its dtype is that of the result.
-        mesh: where the parameters go.
-        names: stored names of each parameter, as `tensor_names` returns them.
-        read: returns a stored tensor by name.
-    """
-    leaves, tree = jax.tree.flatten_with_path(parameter_shapes(config))
-    shardings = jax.tree.leaves(parameter_shardings(config, mesh))
-    placed = []
-    for (path, leaf), sharding in zip(leaves, shardings, strict=True):
-        field = path[-1].name
-        host = np.empty(leaf.shape, leaf.dtype)
-        parts: Iterable[Any] = [host] if len(path) == 1 else host  # views, one a layer
-        for part, name in zip(parts, names[field], strict=True):
-            tensor = read(name)
-            part[...] = tensor.T if _is_transposed(field) else tensor
-        placed.append(jax.block_until_ready(jax.device_put(host, sharding)))
-    return jax.tree.unflatten(tree, placed)
-
-
-def _is_transposed(field: str) -> bool:
-    return field.endswith("_proj") or field == "lm_head"
 
 
 def _is_ignored(name: str, config: ModelConfig) -> bool:

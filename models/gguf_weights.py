@@ -4,6 +4,7 @@ Quantised tensors are expanded to the parameters' dtype. The `gguf` package does
 dependency, imported here only.
 """
 
+import functools
 import importlib.metadata
 import pathlib
 from typing import Any
@@ -15,6 +16,7 @@ from penelope_jax.models import checkpoint, llama, qwen3
 from penelope_jax.models.checkpoint import StoredTensor
 from penelope_jax.models.config import ModelConfig, RopeScaling
 from penelope_jax.models.layers import Params
+from penelope_jax.models.placement import stored_config
 from penelope_jax.tokenizer import Tokenizer, byte_level_bpe
 
 _ARCHITECTURES = {module.MODEL_TYPE: module for module in (qwen3, llama)}
@@ -102,7 +104,7 @@ class GgufFile:
         """
         name = self._needed("general.architecture")
         if name not in _ARCHITECTURES:
-            more = " Mixtures of experts are not supported in this version." if "moe" in name else ""
+            more = " Experts are read from safetensors only." if "moe" in name else ""
             known = ", ".join(_ARCHITECTURES)
             raise ValueError(f"{self.path}: architecture {name!r} is not supported; supported: {known}.{more}")
         if self.field(f"{name}.attention.sliding_window"):
@@ -111,7 +113,7 @@ class GgufFile:
                 "attention in every layer."
             )
         if self.field(f"{name}.expert_count"):
-            raise ValueError(f"{self.path}: mixture of experts is not supported in this version.")
+            raise ValueError(f"{self.path}: experts are read from safetensors only.")
         num_heads = self._integer(f"{name}.attention.head_count")
         hidden_size = self._integer(f"{name}.embedding_length")
         head_dim = self._integer(f"{name}.attention.key_length", hidden_size // max(num_heads, 1))
@@ -160,25 +162,26 @@ class GgufFile:
             ValueError: tensors are missing, unexpected, or not of the configuration's shapes.
         """
         architecture = _ARCHITECTURES[config.architecture]
-        names = checkpoint.tensor_names(config, _TOP_TENSORS, architecture.GGUF_LAYER_TENSORS, "blk.{}.")
+        sources = checkpoint.tensor_sources(config, _TOP_TENSORS, architecture.GGUF_LAYER_TENSORS, "blk.{}.")
         stored = {  # the file's order of axes is the reverse of numpy's
             name: StoredTensor(tuple(int(size) for size in tensor.shape[::-1]), self.path)
             for name, tensor in self._tensors.items()
         }
-        expected = checkpoint.expected_shapes(config, names)
-        checkpoint.check_tensors(str(self.path), expected, stored, ignored=(_ROPE_FACTORS,))
+        checkpoint.check_tensors(str(self.path), sources, stored, ignored=(_ROPE_FACTORS,))
+        num_kv_heads = stored_config(config).num_kv_heads
         num_heads = {
-            name: heads
-            for fields, heads in ((("q_proj", "q_bias"), config.num_heads), (("k_proj", "k_bias"), config.num_kv_heads))
+            source.name: heads
+            for fields, heads in ((("q_proj", "q_bias"), config.num_heads), (("k_proj", "k_bias"), num_kv_heads))
             for field in fields
-            for name in names.get(field, ())
+            for source in sources.get(field, {}).values()
         }
 
-        def read(name: str) -> np.ndarray:
-            tensor = self._read(name).reshape(expected[name])
+        @functools.lru_cache(maxsize=1)
+        def expanded(name: str) -> np.ndarray:
+            tensor = self._read(name).reshape(stored[name].shape)
             return architecture.restore_gguf_rows(tensor, num_heads[name]) if name in num_heads else tensor
 
-        return checkpoint.stack_params(config, mesh, names, read)
+        return checkpoint.load_sources(config, mesh, sources, lambda name, index: expanded(name)[index])
 
     def _read(self, name: str) -> np.ndarray:
         tensor = self._tensors[name]

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from penelope_jax.models import checkpoint, random_weights
 from penelope_jax.models.config import DTYPES, ModelConfig, from_hf_config, read_json
 from penelope_jax.models.gguf_weights import GgufFile, smollm2_path
-from penelope_jax.models.layers import Params, single_device_mesh
+from penelope_jax.models.layers import Params, config_on_mesh, single_device_mesh
 from penelope_jax.tokenizer import Tokenizer
 
 
@@ -18,7 +18,7 @@ class LoadedModel:
     """A model ready to run.
 
     Attributes:
-        config: its shape.
+        config: its shape, kv heads copied where the mesh needs it.
         params: its parameters, placed on the mesh.
         tokenizer: None for random weights.
         eos_token_ids: tokens that end a reply; empty for random weights.
@@ -67,14 +67,14 @@ def _load_random(spec: str, dtype: str | None, mesh: Mesh, seed: int) -> LoadedM
     config = random_weights.PRESETS.get(spec.removeprefix("random:"))
     if config is None:
         raise ValueError(f"model {spec!r}: no such preset; known: {_random_names()}.")
-    config = _with_dtype(config, dtype)
+    config = config_on_mesh(_with_dtype(config, dtype), mesh)
     params = random_weights.random_params(config, mesh, seed)
     return LoadedModel(config=config, params=params, tokenizer=None, eos_token_ids=(), name=spec)
 
 
 def _load_gguf(path: pathlib.Path, dtype: str | None, mesh: Mesh, name: str) -> LoadedModel:
     file = GgufFile(path)
-    config = file.model_config(dtype)
+    config = config_on_mesh(file.model_config(dtype), mesh)
     return LoadedModel(
         config=config,
         params=file.load_params(config, mesh),
@@ -87,7 +87,7 @@ def _load_gguf(path: pathlib.Path, dtype: str | None, mesh: Mesh, name: str) -> 
 def _load_hf(directory: pathlib.Path, dtype: str | None, mesh: Mesh) -> LoadedModel:
     path = directory / "config.json"
     hf_config = read_json(path)
-    config = _with_dtype(from_hf_config(hf_config, str(path)), dtype)
+    config = config_on_mesh(_with_dtype(from_hf_config(hf_config, str(path)), dtype), mesh)
     tokenizer = Tokenizer.from_directory(directory) if (directory / "tokenizer.json").is_file() else None
     return LoadedModel(
         config=config,

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from penelope_jax.models import layers, llama, random_weights, registry
+from penelope_jax.models import layers, llama, random_weights, registry, rope
 from penelope_jax.models.config import ModelConfig, RopeScaling
 from penelope_jax.models.gguf_weights import smollm2_path
 
@@ -144,12 +144,12 @@ def test_gguf_quantised_and_low_precision(tmp_path):
 
 def test_gguf_rope_factors_equal_the_rule_they_come_from(tmp_path):
     config = dataclasses.replace(LLAMA, rope_scaling=RopeScaling(kind="llama3", factor=8.0, original_max_context=64))
-    plain = layers.rope_frequencies(dataclasses.replace(config, rope_scaling=None))
-    factors = (plain / layers.rope_frequencies(config)).astype(np.float32)
+    plain = rope.rope_frequencies(dataclasses.replace(config, rope_scaling=None))
+    factors = (plain / rope.rope_frequencies(config)).astype(np.float32)
     assert factors.max() > 7 and factors.min() == 1
     write_gguf(tmp_path / "model.gguf", config, numpy_params(config), tensors={"rope_freqs.weight": factors})
     loaded = registry.load_model(str(tmp_path / "model.gguf"))
-    np.testing.assert_allclose(layers.rope_frequencies(loaded.config), layers.rope_frequencies(config), rtol=1e-6)
+    np.testing.assert_allclose(rope.rope_frequencies(loaded.config), rope.rope_frequencies(config), rtol=1e-6)
 
 
 def test_gguf_row_order_is_undone():
@@ -163,7 +163,7 @@ def test_gguf_row_order_is_undone():
     [
         (
             {"architecture": "qwen3moe"},
-            "architecture 'qwen3moe' is not supported; supported: qwen3, llama. Mixtures of",
+            "architecture 'qwen3moe' is not supported; supported: qwen3, llama. Experts are read from safetensors only.",
         ),
         ({"architecture": "gemma2"}, "architecture 'gemma2' is not supported; supported: qwen3, llama."),
         (

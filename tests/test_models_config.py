@@ -2,13 +2,15 @@
 
 import dataclasses
 import json
+import math
 
 import jax
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
+from model_oracle import cpu_mesh
 
-from penelope_jax.models import layers, random_weights, registry
+from penelope_jax.models import layers, random_weights, registry, rope
 from penelope_jax.models.config import ModelConfig, RopeScaling, from_hf_config
 
 QWEN3_8B = {
@@ -32,6 +34,24 @@ QWEN3_8B = {
     "torch_dtype": "bfloat16",
     "use_sliding_window": False,
     "vocab_size": 151936,
+}
+QWEN3_30B_A3B = QWEN3_8B | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "decoder_sparse_step": 1,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "max_window_layers": 48,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.001,
 }
 LLAMA3_RULE = {
     "factor": 32.0,
@@ -73,6 +93,69 @@ def test_qwen3_8b_equals_its_preset_in_both_spellings():
     assert from_hf_config(QWEN3_8B, "config.json") == preset
     assert from_hf_config(newer(QWEN3_8B), "config.json") == preset
     assert preset.linear_cost == 23552
+
+
+def test_qwen3_30b_a3b_equals_its_preset_in_both_spellings():
+    preset = random_weights.PRESETS["qwen3-30b-a3b"]
+    assert from_hf_config(QWEN3_30B_A3B, "config.json") == preset
+    hf = newer(QWEN3_30B_A3B)
+    hf["num_local_experts"] = hf.pop("num_experts")
+    assert from_hf_config(hf, "config.json") == preset
+
+
+def test_linear_cost_counts_the_experts_that_are_used():
+    presets = random_weights.PRESETS
+    assert presets["qwen3-235b-a22b"].linear_cost == 13600
+    assert presets["qwen3-30b-a3b"].linear_cost == (2048 * (72 * 128 + 3 * 8 * 768 + 128)) / (2 * 32 * 128)
+    mixed = dataclasses.replace(presets["tiny-moe"], num_layers=4, dense_layers=(2,))
+    attention = 64 * (2 * 4 + 2 * 2) * 16
+    dense, experts = 64 * 3 * 128, 64 * (3 * 2 * 32 + 8)
+    assert mixed.linear_cost == (attention + 0.25 * dense + 0.75 * experts) / (2 * 4 * 16)
+
+
+@pytest.mark.parametrize(
+    ("change", "dense"),
+    [
+        ({"mlp_only_layers": [0, 47]}, (0, 47)),
+        ({"decoder_sparse_step": 2}, tuple(range(0, 48, 2))),
+        ({"decoder_sparse_step": 3, "mlp_only_layers": [2]}, tuple(i for i in range(48) if i % 3 != 2 or i == 2)),
+        ({"mlp_only_layers": None}, ()),
+    ],
+)
+def test_layers_without_experts(change, dense):
+    assert from_hf_config(QWEN3_30B_A3B | change, "config.json").dense_layers == dense
+
+
+@pytest.mark.parametrize("change", [{"decoder_sparse_step": 49}, {"mlp_only_layers": list(range(48))}])
+def test_a_model_whose_layers_are_all_dense_has_no_experts(change):
+    config = from_hf_config(QWEN3_30B_A3B | change, "config.json")
+    assert (config.num_experts, config.experts_per_token, config.dense_layers) == (0, 0, ())
+    assert layers.parameter_shapes(config).layers.router is None
+
+
+def test_yarn_in_both_spellings():
+    hf = QWEN3_8B | {"rope_scaling": YARN}
+    config = from_hf_config(hf, "config.json")
+    assert config.rope_scaling == RopeScaling(kind="yarn", factor=4.0, original_max_context=32768)
+    assert config.max_context == 131072
+    assert config.rope_scaling.yarn_attention_factor == pytest.approx(0.1 * math.log(4) + 1)
+    assert from_hf_config(newer(hf), "config.json") == config
+    older = {"type": "yarn", "factor": 2, "attention_factor": 1.5, "beta_fast": 16, "beta_slow": 2}
+    scaling = from_hf_config(QWEN3_8B | {"rope_scaling": older}, "config.json").rope_scaling
+    assert scaling == RopeScaling(
+        kind="yarn", factor=2.0, original_max_context=40960, attention_factor=1.5, beta_fast=16.0, beta_slow=2.0
+    )
+    assert scaling.yarn_attention_factor == 1.5
+
+
+def test_yarn_frequencies_of_qwen3():
+    """Fast waves are kept, slow ones divided by the factor, and the ramp lies between the published dimensions."""
+    config = from_hf_config(QWEN3_8B | {"rope_scaling": YARN}, "config.json")
+    plain = rope.rope_frequencies(dataclasses.replace(config, rope_scaling=None))
+    ratio = plain / rope.rope_frequencies(config)
+    assert (ratio[:24] == 1).all()  # 32768 positions are more than 32 turns
+    np.testing.assert_allclose(ratio[40:], 4, rtol=1e-6)  # less than one
+    assert (np.diff(ratio[23:41]) > 0).all()
 
 
 def test_llama_in_both_spellings():
@@ -144,19 +227,42 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         (LLAMA, {"model_type": "mistral", "sliding_window": 4096}, f"sliding_window=4096 is in use: {FULL_ATTENTION}"),
         (QWEN3_8B, {"linear_num_key_heads": 16}, f"linear attention (linear_num_key_heads): {FULL_ATTENTION}"),
         (
-            QWEN3_8B,
-            {"model_type": "qwen3_moe", "num_experts": 128},
-            "mixture of experts (128 experts) is not supported in this version",
+            LLAMA,
+            {"model_type": "mixtral", "num_local_experts": 8},
+            "mixture of experts (8 experts) of model_type 'mixtral' is not supported; supported: qwen3_moe",
         ),
-        (LLAMA, {"model_type": "mixtral", "num_local_experts": 8}, "mixture of experts (8 experts) is not supported"),
-        (QWEN3_8B, {"rope_scaling": YARN}, "rope scaling 'yarn' is not supported in this version; supported: default"),
-        (QWEN3_8B, {"rope_parameters": YARN | {"rope_theta": 1e6}}, "rope scaling 'yarn' is not supported"),
+        (QWEN3_8B, {"num_experts": 4}, "mixture of experts (4 experts) of model_type 'qwen3' is not supported"),
+        (QWEN3_30B_A3B, {"num_local_experts": 64}, "{'num_experts': 128, 'num_local_experts': 64} must be equal"),
+        (QWEN3_30B_A3B, {"num_experts": None}, "field 'num_experts' is missing"),
+        (QWEN3_30B_A3B, {"num_experts_per_tok": None}, "field 'num_experts_per_tok' is missing"),
+        (QWEN3_30B_A3B, {"moe_intermediate_size": None}, "field 'moe_intermediate_size' is missing"),
+        (QWEN3_30B_A3B, {"num_experts": 4}, "self.experts_per_token=8 must be at most self.num_experts=4"),
+        (QWEN3_30B_A3B, {"num_experts": -1}, "num_experts=-1 must be an integer of at least 0"),
+        (QWEN3_30B_A3B, {"moe_intermediate_size": 0}, "expert_size=0 must be an integer of at least 1"),
+        (QWEN3_30B_A3B, {"mlp_only_layers": [48]}, "mlp_only_layers=[48] must be a list of layers below 48"),
+        (QWEN3_30B_A3B, {"mlp_only_layers": 3}, "mlp_only_layers=3 must be a list of layers below 48"),
+        (QWEN3_30B_A3B, {"decoder_sparse_step": 0}, "decoder_sparse_step=0 must be an integer of at least 1"),
+        (
+            QWEN3_30B_A3B,
+            {"model_type": "qwen3_moe", "architectures": ["Qwen3ForCausalLM"]},
+            "architectures ['Qwen3ForCausalLM'] is not supported; must hold Qwen3MoeForCausalLM",
+        ),
+        (QWEN3_8B, {"rope_scaling": {"type": "yarn"}}, "rope scaling: field 'factor' is missing"),
+        (QWEN3_8B, {"rope_scaling": YARN | {"factor": 0}}, "rope scaling factor=0.0 must be positive"),
+        (QWEN3_8B, {"rope_scaling": YARN | {"beta_slow": 40}}, "self.beta_slow=40.0 must be positive and below"),
+        (QWEN3_8B, {"rope_scaling": YARN | {"mscale": 0.7}}, "rope scaling: yarn with mscale=0.7 is not supported"),
+        (QWEN3_8B, {"rope_parameters": YARN | {"truncate": False}}, "yarn with truncate=False is not supported"),
+        (QWEN3_8B, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope scaling 'dynamic' is not supported"),
         (
             LLAMA,
             {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
             "rope scaling: field 'low_freq_factor' is missing",
         ),
-        (LLAMA, {"model_type": "gpt_neox"}, "model_type 'gpt_neox' is not supported; supported: qwen3, llama (dense)"),
+        (
+            LLAMA,
+            {"model_type": "gpt_neox"},
+            "model_type 'gpt_neox' is not supported; supported: qwen3, llama, qwen3_moe",
+        ),
         (LLAMA, {"model_type": None}, "model_type None is not supported"),
         (
             QWEN3_8B,
@@ -192,10 +298,18 @@ def test_config_values_are_checked_at_birth():
         dataclasses.replace(tiny, dtype="float64")
     with pytest.raises(ValueError, match="architecture='gpt2' must be one of qwen3, llama"):
         dataclasses.replace(tiny, architecture="gpt2")
-    with pytest.raises(ValueError, match="rope scaling kind='yarn' must be linear, llama3 or factors"):
-        RopeScaling(kind="yarn")
+    with pytest.raises(ValueError, match="rope scaling kind='dynamic' must be linear, llama3, factors or yarn"):
+        RopeScaling(kind="dynamic")
     with pytest.raises(ValueError, match="rope scaling factor=0 must be positive"):
         RopeScaling(kind="linear", factor=0)
+    with pytest.raises(ValueError, match="experts_per_token=2 needs experts; self.num_experts=0"):
+        dataclasses.replace(tiny, experts_per_token=2)
+    moe = random_weights.PRESETS["tiny-moe"]
+    for dense in ((0, 1), (2,), (1, 0), (0, 0)):
+        with pytest.raises(ValueError, match=r"dense_layers=.* must be ascending and some of 2 layers, not all"):
+            dataclasses.replace(moe, dense_layers=dense)
+    with pytest.raises(ValueError, match="self.num_kv_heads=2 must be a multiple of self.kv_head_copies=4"):
+        dataclasses.replace(tiny, kv_head_copies=4)
     with pytest.raises(ValueError, match="2 rope frequency factors"):
         dataclasses.replace(tiny, rope_scaling=RopeScaling(kind="factors", frequency_factors=(1.0, 2.0)))
 
@@ -229,12 +343,28 @@ def test_presets_have_shardable_shapes(name):
 def test_meshes_that_do_not_fit_are_refused():
     config = random_weights.PRESETS["tiny"]
     auto = (AxisType.Auto, AxisType.Auto)
-    four = Mesh(np.array(jax.devices()[:4]).reshape(1, 4), layers.MESH_AXES, axis_types=auto)
-    with pytest.raises(ValueError, match=r"tensor=4 must divide num_kv_heads=2; this version does not replicate kv"):
-        registry.load_model("random:tiny", mesh=four)
+    four = cpu_mesh(1, 4)
+    six_heads = dataclasses.replace(config, num_heads=6, num_kv_heads=6)
+    with pytest.raises(ValueError, match="mesh axis tensor=4 must divide num_kv_heads=6"):
+        random_weights.random_params(six_heads, four)
+    with pytest.raises(
+        ValueError, match=r"tensor=4 must be a multiple of num_kv_heads=3, which it exceeds, and divide"
+    ):
+        layers.config_on_mesh(dataclasses.replace(config, num_heads=12, num_kv_heads=3), four)
+    with pytest.raises(ValueError, match=r"tensor=4 must be a multiple of num_kv_heads=1, .*, and divide num_heads=6"):
+        layers.config_on_mesh(dataclasses.replace(config, num_heads=6, num_kv_heads=1), four)
+    with pytest.raises(ValueError, match="mesh axis tensor=4 must divide vocab_size=258"):
+        layers.parameter_shardings(dataclasses.replace(config, num_kv_heads=4, vocab_size=258), four)
+    with pytest.raises(ValueError, match="mesh axis tensor=4 must divide mlp_size=130"):
+        layers.parameter_shardings(dataclasses.replace(config, num_kv_heads=4, mlp_size=130), four)
+    experts = dataclasses.replace(random_weights.PRESETS["tiny-moe"], num_experts=6)
+    with pytest.raises(ValueError, match=r"mesh of data=2 \* tensor=2 = 4 devices must divide num_experts=6"):
+        layers.parameter_shardings(experts, cpu_mesh(2, 2))
     named = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("x", "y"), axis_types=auto)
     with pytest.raises(ValueError, match=r"mesh axes \('x', 'y'\) must be \('data', 'tensor'\)"):
         layers.parameter_shardings(config, named)
+    with pytest.raises(ValueError, match=r"mesh axes \('x', 'y'\) must be \('data', 'tensor'\)"):
+        registry.load_model("random:tiny", mesh=named)
 
 
 @pytest.mark.parametrize(
