@@ -73,20 +73,20 @@ class Conversations:
         if isinstance(moment.entry, Submit):
             self._session_of[moment.entry.request_id] = moment.entry.session_id
             if not any(isinstance(update, Refused) for update in moment.updates):
-                self._submitted(moment.entry)
+                self._submitted(moment.entry, moment.after.config.namespace(moment.entry.cache_salt))
         for update in moment.updates:
             if isinstance(update, Sampled):
                 self._live[update.request_id].tokens.extend(np.array(update.token, np.int32).tobytes())
             elif isinstance(update, Finished):
                 del self._live[update.request_id]
 
-    def _submitted(self, event: Submit) -> None:
+    def _submitted(self, event: Submit, namespace: str) -> None:
         tokens = bytearray(np.array(event.tokens, np.int32).tobytes())
-        same = self._all.setdefault((event.session_id, event.cache_salt), [])
+        same = self._all.setdefault((event.session_id, namespace), [])
         live = {id(conversation) for conversation in self._live.values()}
         found = next((other for other in same if id(other) not in live and tokens.startswith(other.tokens)), None)
         if found is None:
-            found = Conversation(event.session_id, event.cache_salt, event.request_id, tokens)
+            found = Conversation(event.session_id, namespace, event.request_id, tokens)
             same.append(found)
         found.request_id, found.tokens = event.request_id, tokens
         self._live[event.request_id] = found

@@ -90,10 +90,11 @@ def tree_lines(cache: CacheState, conversations: Conversations, state: EngineSta
             ends[path[-1].node_id].append(conversation)
     lines = []
     for namespace in sorted(cache.roots.keys()):
-        if namespace:
-            lines.append(f"salt {namespace}")
+        salt = namespace.removeprefix(state.config.namespace(""))
+        if salt:
+            lines.append(f"salt {salt}")
         for node, depth in _in_order(cache, cache.nodes[cache.roots[namespace]]):
-            text = "  " * (depth + bool(namespace)) + ", ".join(_span_texts(cache, node)) + f"  @{node.stamp}"
+            text = "  " * (depth + bool(salt)) + ", ".join(_span_texts(cache, node)) + f"  @{node.stamp}"
             text += f"  pin {' '.join(pinned[node.node_id])}" if node.node_id in pinned else ""
             text += f"  {log_conversations.names(ends[node.node_id])}" if node.node_id in ends else ""
             lines.append(text)
