@@ -6,22 +6,56 @@ the step are in the pool before attention starts, and attention reads nothing el
 holes and decodes alike: to a kernel they are tiles at positions.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
 from penelope_jax.kernels.paged_attention_cpu import paged_attention_cpu
+from penelope_jax.kernels.paged_attention_gpu import paged_attention_gpu
 from penelope_jax.kernels.paged_attention_reference import paged_attention_reference
 
+# Plain XLA, on every platform.
 IMPLEMENTATIONS = {
     "cpu": paged_attention_cpu,
     "reference": paged_attention_reference,
 }
+# Pallas kernels, each for its own devices, and for all in its interpreter.
+KERNELS = {
+    "gpu": paged_attention_gpu,
+}
 DTYPES = ("float32", "bfloat16", "float16")
+
+_HOPPER = ("H100", "H200", "H800", "H20", "GH200")  # in names of devices
 
 
 def default_implementation() -> str:
-    """Returns the implementation used when none is named: `cpu`, whose plain XLA code runs on every platform."""
-    return "cpu"
+    """Returns the implementation used when none is named: the device's kernel, else `cpu`, which runs everywhere."""
+    return next((name for name in KERNELS if _has_device(name)), "cpu")
+
+
+def resolve_implementation(name: str | None, *, interpret: bool = False) -> str:
+    """Returns the implementation that a name stands for; None is the default.
+
+    Raises:
+        ValueError: it cannot run here; the message names what can.
+    """
+    if name is None:
+        return default_implementation()
+    if interpret and name in IMPLEMENTATIONS:
+        raise ValueError(f"interpret=True needs a Pallas implementation; {name!r} is plain XLA.")
+    can_run = [*IMPLEMENTATIONS, *(kernel for kernel in KERNELS if interpret or _has_device(kernel))]
+    if name not in can_run:
+        raise ValueError(f"implementation={name!r} cannot run here; what can: {', '.join(can_run)}.")
+    return name
+
+
+def _has_device(kernel: str) -> bool:
+    """Tells whether what is traced runs on a device that a kernel is for."""
+    # Where a program is compiled for absent devices, the mesh names them.
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    kind = device.device_kind if device is not None else jax.devices()[0].device_kind
+    return kernel == "gpu" and any(name in kind.replace("-", " ").split() for name in _HOPPER)
 
 
 def ragged_paged_attention(
@@ -49,7 +83,7 @@ def ragged_paged_attention(
             never used; an entry in use that is no page of the pool reads as NaN, never as another page.
         q_tile: rows a tile holds.
         scale: what scores are multiplied by.
-        implementation: one of `IMPLEMENTATIONS`, or None for the platform's default.
+        implementation: one of `IMPLEMENTATIONS` or `KERNELS`, or None for the device's default.
         deterministic: the bits of a row do not depend on `q_tile` or on its place in a tile, as long as a tile packs at
             least 8 query heads for each kv head (`q_tile` * N / K). On CPU this is measured, see
             `paged_attention_cpu.py`; `reference` ignores it.
@@ -61,14 +95,13 @@ def ragged_paged_attention(
     Raises:
         ValueError: an argument has a shape, dtype or value that is not supported; the message names it.
     """
-    implementation = default_implementation() if implementation is None else implementation
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"{implementation=} cannot run here; what can: {', '.join(IMPLEMENTATIONS)}.")
-    if interpret:
-        raise ValueError(f"interpret=True needs a Pallas implementation; {implementation!r} is plain XLA.")
+    implementation = resolve_implementation(implementation, interpret=interpret)
     _check_arguments(q, kv_pool, tiles, page_table, q_tile, scale)
-    run = IMPLEMENTATIONS[implementation]
     layer = jnp.asarray(layer, jnp.int32)
+    if implementation in KERNELS:
+        run = functools.partial(KERNELS[implementation], interpret=interpret)
+    else:
+        run = IMPLEMENTATIONS[implementation]
     return run(q, kv_pool, layer, tiles, page_table, q_tile=q_tile, scale=scale, deterministic=deterministic)
 
 

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from penelope_jax.batch import Buckets, ForwardBatch, build_batch, padding_batch
 from penelope_jax.config import check_page_size
 from penelope_jax.forward import POOL_SPEC, StepOutputs, StepSettings, forward_step
-from penelope_jax.kernels.paged_attention import IMPLEMENTATIONS, default_implementation
+from penelope_jax.kernels.paged_attention import resolve_implementation
 from penelope_jax.kernels.q_tiles import decode_q_tile, prefill_q_tile, tiles_agree
 from penelope_jax.models.config import ModelConfig
 from penelope_jax.models.layers import Params
@@ -94,9 +94,7 @@ class JaxExecutor:
         ):
             if value < 1:
                 raise ValueError(f"{name}={value} must be at least 1.")
-        implementation = default_implementation() if implementation is None else implementation
-        if implementation not in IMPLEMENTATIONS:
-            raise ValueError(f"{implementation=} cannot run here; what can: {', '.join(IMPLEMENTATIONS)}.")
+        implementation = resolve_implementation(implementation)
         if token_buckets is None:
             token_buckets = default_token_buckets(max_segments, max_step_tokens, deterministic=deterministic)
         if token_buckets[-1] < max_step_tokens:
