@@ -119,6 +119,7 @@ class Driver:
             ValueError: it can never run; the message says why.
         """
         request_id = self._next_id
+        self._next_id += 1  # also of a refused request: the log names each by its own id
         event = Submit(
             request_id=request_id,
             tokens=np.asarray(tokens) if len(tokens) else np.empty(0, np.int32),
@@ -130,7 +131,6 @@ class Driver:
         for update in self._apply(event):
             if isinstance(update, Refused):
                 raise ValueError(update.message)
-        self._next_id += 1
         return request_id
 
     def abort(self, request_id: int) -> None:
