@@ -28,6 +28,7 @@ HEAD_DIMS = (64, 128)
 PAGE_SIZES = (16, 32, 64, 128)
 MAX_GROUP = 64
 
+_MAX_PACKED_ROWS = 1024
 _SPLIT_ROWS = 32  # packed rows of the largest tiles whose histories are split
 _SPLIT_PROGRAMS = 132  # CUDA blocks that share the chunks: multiprocessors of an H100 or H200
 
@@ -59,7 +60,7 @@ def paged_attention_gpu(
         interpret: run in the interpreter, with its race detection.
         keys_per_chunk: instead of what `default_keys_per_chunk` says; a multiple of 128.
     """
-    check_supported(q, kv_pool, q_tile)
+    _check_supported(q, kv_pool, q_tile, keys_per_chunk)
     num_rows, num_heads, head_dim = q.shape
     num_pages, num_layers, _, num_kv_heads, page_size, _ = kv_pool.shape
     max_pages = page_table.shape[1]
@@ -117,7 +118,7 @@ def default_keys_per_chunk(num_kv_heads: int) -> int:
     return min(2048, max(512, _round_up(256 * num_kv_heads, STEP)))
 
 
-def check_supported(q: jax.Array, kv_pool: jax.Array, q_tile: int) -> None:
+def _check_supported(q: jax.Array, kv_pool: jax.Array, q_tile: int, keys_per_chunk: int | None) -> None:
     """Raises ValueError, naming argument, value and what is supported. Runs while tracing."""
     num_heads, head_dim = q.shape[1:]
     num_kv_heads, page_size = kv_pool.shape[3:5]
@@ -134,8 +135,11 @@ def check_supported(q: jax.Array, kv_pool: jax.Array, q_tile: int) -> None:
             f"q has {num_heads // num_kv_heads} heads for each of kv_pool's {num_kv_heads} kv heads; the GPU kernel "
             f"supports at most {MAX_GROUP}."
         )
-    if q_tile * num_heads // num_kv_heads > 1024:
-        raise ValueError(f"{q_tile=}; the GPU kernel supports at most {1024 * num_kv_heads // num_heads} here.")
+    most = _MAX_PACKED_ROWS * num_kv_heads // num_heads
+    if q_tile > most:
+        raise ValueError(f"{q_tile=}; the GPU kernel supports at most {most} here.")
+    if keys_per_chunk is not None and (keys_per_chunk < 1 or keys_per_chunk % STEP):
+        raise ValueError(f"{keys_per_chunk=}; supported: positive multiples of {STEP}.")
 
 
 @dataclasses.dataclass(frozen=True)
