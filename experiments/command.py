@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from absl import app
+from absl import app, flags, logging
 from absl.flags import argparse_flags
 
 from penelope_jax.errors import InputError
@@ -38,7 +38,14 @@ def execute(args: argparse.Namespace) -> int:
 
 def start(parse: Callable[[Sequence[str]], argparse.Namespace], argv: Sequence[str] | None = None) -> NoReturn:
     """Parses `argv` (by default the process's, program name first), runs the command and exits."""
-    app.run(execute, argv=list(sys.argv if argv is None else argv), flags_parser=parse)
+
+    def parse_quietly(argv: Sequence[str]) -> argparse.Namespace:
+        args = parse(argv)
+        if flags.FLAGS["verbosity"].using_default_value:
+            flags.FLAGS.verbosity = logging.WARNING  # absl would choose INFO
+        return args
+
+    app.run(execute, argv=list(sys.argv if argv is None else argv), flags_parser=parse_quietly)
     raise AssertionError("app.run exits")
 
 

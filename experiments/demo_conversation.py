@@ -22,21 +22,18 @@ if TYPE_CHECKING:
 
 PAGE_SIZE = 16
 REPLY_TOKENS = 28
+OTHER_REPLY_TOKENS = 4
 EVICTED_SHARE = 0.5  # of the first conversation's private pages, to size the small cache
 MAX_CONTEXT = 1024
 
-SYSTEM = (
-    "You are a careful assistant for a small software team. Read what the user gives you, answer in one or two short "
-    "sentences, and do not invent facts."
-)
+SYSTEM = "You are a helpful assistant. Answer in one short sentence."
 FIRST = (
-    "Here are my notes. Our service is called Harbour. It stores measurements of tide gauges along the coast. Every "
-    "gauge sends one reading a minute, and a reading has a time, a height in centimetres and a battery level. The "
-    "nightly report counts gauges whose battery is below twenty percent. Last night the report listed three gauges: "
-    "Kelp Point, Old Pier and Seal Rock. The technician can visit one gauge a day and goes by boat. Please confirm that "
-    "you have read my notes, and name the service."
+    "Text: Our service is called Harbour. It stores measurements of tide gauges along the coast. Every gauge sends one "
+    "reading a minute, and a reading has a time, a height in centimetres and a battery level. The nightly report counts "
+    "gauges whose battery is below twenty percent. Last night the report listed three gauges: Kelp Point, Old Pier and "
+    "Seal Rock. The technician can visit one gauge a day and goes by boat.\n\nQuestion: What is the name of the service?"
 )
-SECOND = "Thank you. Which three gauges were in last night's report?"
+SECOND = "Which three gauges were listed last night?"
 OTHER = (
     "I am writing a letter to my landlord. The kitchen tap has been dripping for two weeks, the heating makes a knocking "
     "noise at night, and the window in the hall does not close. I called twice and nobody came. I would like a visit "
@@ -73,7 +70,7 @@ def run(model: "LoadedModel") -> bool:
     def encode(messages: list[dict[str, str]]) -> np.ndarray:
         return tokenizer.encode_chat(messages, add_generation_prompt=True)
 
-    first_len, other_len = (len(encode(messages)) + REPLY_TOKENS for messages in (opening, other))
+    first_len, other_len = len(encode(opening)) + REPLY_TOKENS, len(encode(other)) + OTHER_REPLY_TOKENS
     shared = len(tokenizer.encode_chat([system])) // PAGE_SIZE
     num_first, num_other = (-(-length // PAGE_SIZE) for length in (first_len, other_len))
     dropped = round((num_first - shared) * EVICTED_SHARE)
@@ -108,14 +105,14 @@ def run(model: "LoadedModel") -> bool:
 
 def _converse(model, config: EngineConfig, executor: "JaxExecutor", encode, opening, other) -> Outcome:
     driver = Driver(config, executor)
-    sampling = SamplingParams(max_tokens=REPLY_TOKENS, stop_token_ids=model.eos_token_ids)
 
-    def say(messages: list[dict[str, str]]) -> tuple[str, GenerateResult]:
+    def say(messages: list[dict[str, str]], max_tokens: int = REPLY_TOKENS) -> tuple[str, GenerateResult]:
+        sampling = SamplingParams(max_tokens=max_tokens, stop_token_ids=model.eos_token_ids)
         result = driver.generate(encode(messages), sampling)
         return model.tokenizer.decode(result.tokens).strip(), result
 
     first, _ = say(opening)
-    say(other)
+    say(other, OTHER_REPLY_TOKENS)
     second, result = say([*opening, {"role": "assistant", "content": first}, {"role": "user", "content": SECOND}])
     return Outcome(first=first, second=second, result=result, evicted_pages=driver.state.counters.evicted_pages)
 
@@ -127,7 +124,7 @@ def _print(without: Outcome, over_hole: Outcome, large: int, small: int) -> None
     match_stop = metrics.prompt_len - metrics.new
     holes = [(start, min(stop, match_stop)) for start, stop in metrics.compute_spans if start < match_stop]
     spans = ", ".join(f"[{start}, {stop})" for start, stop in holes) or "none"
-    print(f"  user       {FIRST}")
+    print(f"  user       {' '.join(FIRST.split())}")
     print(f"  assistant  {over_hole.first}")
     print("  ... another conversation is served, which needs room in the small cache ...")
     print(f"  user       {SECOND}")

@@ -3,16 +3,17 @@
 A history is cached whole. 30 % of it is freed, from position 1K on or from its end; 512 tokens are appended, and the
 request is timed. Both recompute the same number of tokens; the formula says that the end costs more, by a factor that
 grows with the context. c of the formula is calibrated from two prefill times, as on any device: matrix products and
-attention are not equally fast per operation. Runs are interleaved; medians count.
+attention are not equally fast per operation. One of the two is short, where c weighs most. The two requests are run
+step by step in turns; a time is the sum of the steps' medians over the runs.
 
     python -m penelope_jax.experiments.single_request --json single_request.json --plot single_request.png
 """
 
 import argparse
 import dataclasses
-import statistics
 import sys
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -60,8 +61,8 @@ class Measurement:
 
     Attributes:
         setting: what was measured.
-        front_s, tail_s: median times.
-        prefill_half_s, prefill_s: median times of prefilling half of the history, and all of it.
+        front_s, tail_s: times of the request. ratio: tail / front.
+        short, short_s, prefill_s: tokens of a short prefill, and times of it and of the whole history.
         linear_cost: c, calibrated from the two prefill times.
         formula: the ratio that the formula predicts with this c; formula_model: with the model's own c.
     """
@@ -69,15 +70,13 @@ class Measurement:
     setting: Setting
     front_s: float
     tail_s: float
-    prefill_half_s: float
+    ratio: float
+    short: int
+    short_s: float
     prefill_s: float
     linear_cost: float
     formula: float
     formula_model: float
-
-    @property
-    def ratio(self) -> float:
-        return self.tail_s / self.front_s
 
     @property
     def error(self) -> float:
@@ -95,14 +94,26 @@ class _Timer:
         self._page_table = np.arange(num_pages, dtype=np.int32)
         self._step = 0
 
-    def run(self, spans: Spans, *, sample: bool) -> float:
-        """Computes `spans` in order, in full steps, sampling after the last if wanted; returns seconds."""
-        start_s = time.perf_counter()
-        for plan in self._plans(spans, sample):
-            self._executor.run(plan)
-        return time.perf_counter() - start_s
+    def run(self, *sequences: Spans) -> list[np.ndarray]:
+        """Computes each sequence of spans in order, in full steps, and samples after its last.
 
-    def _plans(self, spans: Spans, sample: bool):
+        Args:
+            *sequences: run in turns, a step of each, so that what else the machine does hits them alike.
+
+        Returns:
+            Seconds of each step, f64[steps], for each sequence.
+        """
+        plans = [list(self._plans(spans)) for spans in sequences]
+        times: list[list[float]] = [[] for _ in sequences]
+        for index in range(max(map(len, plans))):
+            for own, seconds in zip(plans, times, strict=True):
+                if index < len(own):
+                    start_s = time.perf_counter()
+                    self._executor.run(own[index])
+                    seconds.append(time.perf_counter() - start_s)
+        return [np.array(seconds) for seconds in times]
+
+    def _plans(self, spans: Spans) -> Iterator[StepPlan]:
         budget, segments = self._executor.max_step_tokens, []
         left = budget
         for index, (start, stop) in enumerate(spans):
@@ -110,7 +121,7 @@ class _Timer:
             kind = SegmentKind.REAL if last else SegmentKind.PHANTOM
             while start < stop:
                 end = min(stop, start + left)
-                params = SamplingParams(max_tokens=1) if sample and last and end == stop else None
+                params = SamplingParams(max_tokens=1) if last and end == stop else None
                 segments.append(self._segment(kind, start, end, params))
                 left -= end - start
                 start = end
@@ -142,17 +153,18 @@ def measure(model: "LoadedModel", setting: Setting, executor: "JaxExecutor", num
     spans = setting.spans(executor.page_size)
     tokens = draw_tokens([Piece("single request", 0, setting.context + setting.append)], model.config.vocab_size)
     timer = _Timer(executor, tokens)
-    half = setting.context // 2 // executor.page_size * executor.page_size
-    times: dict[str, list[float]] = {"half": [], "prefill": [], "front": [], "tail": []}
-    timer.run(((0, min(half, 2 * executor.max_step_tokens)),), sample=False)
+    short = min(2 * executor.max_step_tokens, setting.context // 2)
+    times: dict[str, list[np.ndarray]] = {"short": [], "prefill": [], "front": [], "tail": []}
+    timer.run(((0, short),))
     for _ in range(num_runs):
-        first_s = timer.run(((0, half),), sample=False)
-        times["half"].append(first_s)
-        times["prefill"].append(first_s + timer.run(((half, setting.context),), sample=False))
-        for place in ("front", "tail"):
-            times[place].append(timer.run(spans[place], sample=True))
-    median = {name: statistics.median(values) for name, values in times.items()}
-    linear_cost = calibrate_linear_cost(half, median["half"], setting.context, median["prefill"])
+        for _ in range(3):
+            times["short"] += timer.run(((0, short),))
+        times["prefill"] += timer.run(((0, setting.context),))
+        front, tail = timer.run(spans["front"], spans["tail"])
+        times["front"].append(front)
+        times["tail"].append(tail)
+    median = {name: float(np.median(runs, axis=0).sum()) for name, runs in times.items()}
+    linear_cost = calibrate_linear_cost(short, median["short"], setting.context, median["prefill"])
 
     def ratio(c: float) -> float:
         return units_of(spans["tail"], c) / units_of(spans["front"], c)
@@ -161,7 +173,9 @@ def measure(model: "LoadedModel", setting: Setting, executor: "JaxExecutor", num
         setting=setting,
         front_s=median["front"],
         tail_s=median["tail"],
-        prefill_half_s=median["half"],
+        ratio=median["tail"] / median["front"],
+        short=short,
+        short_s=median["short"],
         prefill_s=median["prefill"],
         linear_cost=linear_cost,
         formula=ratio(linear_cost),
@@ -272,7 +286,7 @@ def run(args: argparse.Namespace) -> int:
 def _document(args: argparse.Namespace, model: "LoadedModel", measurements: list[Measurement]) -> dict[str, Any]:
     flags = ("free", "front_start", "append", "runs", "page_size", "step_tokens")
     config = {"model": model.name, "dtype": model.config.dtype} | {name: getattr(args, name) for name in flags}
-    rows = [dataclasses.asdict(m) | {"ratio": m.ratio, "error": m.error} for m in measurements]
+    rows = [dataclasses.asdict(m) | {"error": m.error} for m in measurements]
     return {"config": config, "run": {"seed": 0, **engine_options.environment()}, "measurements": rows}
 
 

@@ -1,11 +1,14 @@
 """The closed loop on a clock that counts steps, over the real engine with made-up samples."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from penelope_jax.config import POLICIES, EngineConfig
 from penelope_jax.driver import Driver, HashExecutor
 from penelope_jax.errors import InputError
+from penelope_jax.events import Admitted
 from penelope_jax.experiments.closed_loop import ClosedLoop, StepClock, play
 from penelope_jax.experiments.sessions import Piece, Session, Turn
 from penelope_jax.experiments.synthesize import SynthesisOptions, synthesize
@@ -116,6 +119,58 @@ def test_nothing_is_recomputed_when_nothing_is_evicted():
     assert driver.state.counters.evicted_pages == 0
     assert sum(record.recomputed for record in recorder.records) == 0
     assert sum(record.device_hit for record in recorder.records) == sum(r.ideal_hit for r in recorder.records)
+
+
+def with_side_request(cancel_s):
+    """Session a: a turn, a side request that is cancelled, and a turn that builds on the first."""
+    turns = session("a", (40, 3, 0), (10, 2, 5.0)).turns
+    side = Turn(base=0, keep=30, new=(Piece("side", 0, 20),), output_len=9, delay_s=5.0, cancel_s=cancel_s)
+    return Session(session_id="a", turns=(turns[0], side, dataclasses.replace(turns[1], delay_s=1.0)))
+
+
+def test_a_client_leaves_when_the_trace_says_so():
+    finished = []
+    driver, recorder, complete, clock = run(
+        [with_side_request(2.0)],
+        1,
+        config(1024),
+        on_finish=lambda call, reply: finished.append((call.turn, len(reply))),
+    )
+    # Steps 0-2, wait to 8, two steps of the side request, aborted at 10, wait to 11, two steps.
+    assert complete and clock() == 13.0 and driver.idle
+    assert finished == [(0, 3), (1, 0), (2, 2)]
+    assert [(record.turn, record.arrival_s, record.finished_s) for record in recorder.records] == [
+        (0, 0.0, 3.0),
+        (2, 11.0, 13.0),
+    ]
+    document = summarize(recorder.records, last_turns={"a": 2}, evicted_pages=0, config={}, run={})
+    assert document["jct_s"]["mean"] == 13.0
+
+
+def test_a_client_that_has_its_reply_in_time_does_not_leave():
+    _, recorder, complete, _ = run([with_side_request(50.0)], 1, config(1024))
+    assert complete and [record.turn for record in recorder.records] == [0, 1, 2]
+
+
+def test_clients_can_be_kept_from_leaving():
+    _, recorder, complete, _ = run([with_side_request(2.0)], 1, config(1024), cancel=False)
+    assert complete and [record.turn for record in recorder.records] == [0, 1, 2]
+
+
+def test_cancelled_refills_leave_several_holes_in_one_history():
+    sessions = synthesize(
+        SynthesisOptions(sessions=10, turns=40, context=768, scale=64, shared_prefix=3200, side_rate=0.7)
+    )
+    holes = []
+
+    def count(update):
+        if isinstance(update, Admitted):
+            stop = update.metrics.prompt_len - update.metrics.new
+            holes.append(sum(start < stop for start, _ in update.metrics.compute_spans))
+
+    engine_config = config(960, page_size=16, max_context=768, max_step_tokens=32, max_running=6)
+    _, _, complete, _ = run(sessions, 6, engine_config, on_update=count)
+    assert complete and sum(number > 0 for number in holes) >= 50 and max(holes) > 1
 
 
 def test_a_refused_request_names_session_and_turn():

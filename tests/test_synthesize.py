@@ -1,5 +1,8 @@
 """Synthetic sessions: their statistics against the quantiles they are drawn from, and repeatability."""
 
+import dataclasses
+import math
+
 import numpy as np
 import pytest
 
@@ -67,6 +70,22 @@ def test_turns_and_context_are_kept():
     lengths = [len(session.turns) for session in synthesize(options)]
     assert max(lengths) == 12 and min(lengths) >= 1
     assert max(turn.history_len for session in synthesize(options) for turn in session.turns) <= 2048
+
+
+def test_side_requests_fork_off_and_nothing_builds_on_them():
+    options = SynthesisOptions(sessions=30, turns=20, scale=64, context=2048)
+    (with_sides, without) = (synthesize(dataclasses.replace(options, side_rate=rate)) for rate in (0.5, 0.0))
+    sides = 0
+    for session, plain in zip(with_sides, without, strict=True):
+        main = [turn for turn in session.turns if math.isinf(turn.cancel_s)]
+        assert [turn.new for turn in main] == [turn.new for turn in plain.turns]
+        for index, turn in enumerate(session.turns):
+            if math.isfinite(turn.cancel_s):
+                sides += 1
+                base, after = session.turns[turn.base], session.turns[index + 1]
+                assert turn.base == after.base == index - 1 and after.delay_s == 0.0
+                assert (base.prompt_len + 234) // 2 <= turn.keep <= base.prompt_len
+    assert sides / sum(len(session.turns) for session in without) == pytest.approx(0.5, abs=0.1)
 
 
 @pytest.mark.parametrize(

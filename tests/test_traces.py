@@ -277,6 +277,18 @@ JSONL_ERRORS = [
         b'{"session_id": "a", "turns": [{"new": [["s", 3]], "output": 1, "kind": "x"}]}',
         "session 'a', turn 0: kind='x' must be one of tool, human.",
     ),
+    (
+        b'{"session_id": "a", "turns": [{"new": [["s", 3]], "output": 1, "cancel_s": 0}]}',
+        "session 'a', turn 0: cancel_s=0 must be above 0.",
+    ),
+    (
+        b'{"session_id": "a", "turns": [{"new": [["s", 3]], "output": 1, "cancel_s": 2}, {"new": [], "output": 1}]}',
+        "session 'a', turn 1: base=0 is a turn that may be cancelled.",
+    ),
+    (
+        b'{"session_id": "a", "turns": [{"new": [["s", 3]], "output": 1, "delay_s": "1"}]}',
+        "session 'a', turn 0: 'delay_s' must be a number of seconds, not '1'.",
+    ),
 ]
 
 
@@ -329,7 +341,7 @@ def test_what_is_written_is_read_back(tmp_path):
     turns = (
         Turn(base=-1, keep=0, new=(Piece("shared", 0, 100), Piece("x", 0, 5)), output_len=3, kind="tool"),
         Turn(base=0, keep=108, new=(Piece("y", 0, 7),), output_len=2, delay_s=2.5, kind="human"),
-        Turn(base=0, keep=60, new=(Piece("z", 0, 1),), output_len=2, delay_s=1.0),
+        Turn(base=0, keep=60, new=(Piece("z", 0, 1),), output_len=2, delay_s=1.0, cancel_s=4.0),
         Turn(base=-1, keep=0, new=(Piece("w", 0, 2),), output_len=2),
     )
     sessions = (Session(session_id="s", turns=turns), Session(session_id="t", turns=turns[:1]))
