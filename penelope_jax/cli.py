@@ -17,6 +17,7 @@ COMMANDS: tuple[tuple[str, str], ...] = (
     ("verify", "compare a small cache with one that never evicts, bit by bit"),
     ("scenario", "run a script that drives the cache, and print the tree after each step"),
     ("synthesize", "draw agent sessions and write them as a trace"),
+    ("convert", "turn a Hugging Face directory into one that each device of a mesh reads its own part of"),
     ("inspect", "rebuild past states of a run from its event log, and find out when something happened"),
 )
 _MODULES = {"inspect": "inspect_log"}  # where the command's name would hide a module of Python's
