@@ -192,7 +192,8 @@ class Driver:
         sampled: list[Sampled] = []
         scores: list[np.ndarray] = []
         others: list[Update] = []
-        while True:
+        finished: Finished | None = None
+        while finished is None:
             for update in self.step():
                 match update:
                     case Sampled(request_id=id_) if id_ == request_id:
@@ -200,18 +201,19 @@ class Driver:
                     case Scored(request_id=id_) if id_ == request_id:
                         scores.append(update.logprobs)
                     case Finished(request_id=id_) if id_ == request_id:
-                        self._pending = [*others, *self._pending]
-                        return GenerateResult(
-                            [token.token for token in sampled],
-                            np.array([token.logprob for token in sampled], np.float32),
-                            np.concatenate(scores) if scores else np.empty(0, np.float32),
-                            update.metrics,
-                            update.reason,
-                        )
+                        finished = update
                     case Admitted(request_id=id_) if id_ == request_id:
                         pass
                     case _:
                         others.append(update)
+        self._pending = [*others, *self._pending]
+        return GenerateResult(
+            [token.token for token in sampled],
+            np.array([token.logprob for token in sampled], np.float32),
+            np.concatenate(scores) if scores else np.empty(0, np.float32),
+            finished.metrics,
+            finished.reason,
+        )
 
 
 class HashExecutor:

@@ -39,9 +39,12 @@ def apply(state: EngineState, events: tuple[Event, ...] | list[Event]) -> tuple[
 
     Raises:
         ValueError: a step that is not the oldest in flight, a request id used twice, or results of the wrong shape.
+        TypeError: not an event.
     """
     updates: list[Update] = []
     for event in events:
+        if not isinstance(event, Event):
+            raise TypeError(f"unknown event {event!r}.")
         state = dataclasses.replace(state, now_s=max(state.now_s, event.time_s))
         match event:
             case Submit():
@@ -53,8 +56,6 @@ def apply(state: EngineState, events: tuple[Event, ...] | list[Event]) -> tuple[
             case Flush():
                 cache, _ = evict(state.cache, state.cache.num_resident, state.config.policy)
                 state = dataclasses.replace(state, cache=cache)
-            case _:
-                raise TypeError(f"unknown event {event!r}.")
     return state, tuple(updates)
 
 
@@ -123,6 +124,10 @@ def _step_done(state: EngineState, event: StepDone, updates: list[Update]) -> En
             f"step {event.step} returned {len(event.tokens)} samples and {len(event.scores)} scored segments; "
             f"{len(flight.sampled)} and {len(flight.scored)} were planned."
         )
+    if len(event.logprobs) != len(event.tokens):
+        raise ValueError(
+            f"step {event.step} returned {len(event.logprobs)} log-probabilities for {len(event.tokens)} samples."
+        )
     running = {request.request_id: request for request in state.running}
     for request_id, token, logprob in zip(flight.sampled, event.tokens.tolist(), event.logprobs.tolist()):
         request = running[request_id]
@@ -140,6 +145,11 @@ def _step_done(state: EngineState, event: StepDone, updates: list[Update]) -> En
         )
     for (request_id, start, num_rows, first, reused), scores in zip(flight.scored, event.scores):
         request = running[request_id]
+        if len(scores) < first + num_rows:
+            raise ValueError(
+                f"step {event.step} returned {len(scores)} scores for a segment of request {request_id}; "
+                f"at least {first + num_rows} were planned."
+            )
         if request.leaving != "abort":
             values = frozen(np.array(scores[first : first + num_rows], np.float32))
             updates.append(Scored(request_id=request_id, start=start, logprobs=values, reused=reused))

@@ -216,6 +216,11 @@ class _Planner:
             # Pages that another request filled since.
             table = request.page_table.copy()
             table[:path_pages] = radix_tree.path_page_ids(self.cache, request.pin.node_id)
+            if request.path_stop == len(request.prompt) and table[-1] != NO_PAGE:
+                # Another request's output reached the tree first: now a full hit, recomputed into a private page.
+                path_pages -= 1
+                table = table[:path_pages].copy()
+                request = dataclasses.replace(request, path_stop=path_pages * self.page_size)
             owners = radix_tree.path_owners(self.cache, request.pin.node_id)
             num_owned = int((owners == request.request_id).sum())
             request = dataclasses.replace(request, page_table=frozen(table), num_owned=num_owned)

@@ -1,0 +1,256 @@
+"""Random events against the engine, on a pool that knows what it holds (engine_world.py); no old state may change."""
+
+import dataclasses
+from collections import Counter
+from typing import ClassVar
+
+import numpy as np
+import pytest
+from deep_copies import rendered
+from engine_world import EngineWorld, Sampler, config_of, hashed_sampler
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from request_history import History
+
+from penelope_jax.config import POLICIES, SCHEDULERS, InsertUnit, Policy
+from penelope_jax.pages import Tier
+from penelope_jax.radix_tree import match
+from penelope_jax.segments import SamplingParams, SegmentKind
+from penelope_jax.state import EngineState
+
+MIN_OPERATIONS = 8_000
+LETTERS = "ABXSCDEFGHIJYZ"
+STOP = len(LETTERS)
+VOCAB = 3  # sampled tokens are few, so that replies make shared pages too
+
+salts = st.sampled_from(["", "", "", "tenant"])
+openings = st.sampled_from(["SABCD", "SAEFGH", "SAEXY", "SIJA", "XYZABC", "ZCDEF", ""])
+pieces = st.text("ABX", max_size=3)
+tails = st.sampled_from([0, 0, 1, 2, -1])  # tokens behind the last whole page; -1: one less than a page
+samplings = st.builds(
+    SamplingParams,
+    max_tokens=st.sampled_from([1, 1, 1, 2, 2, 3, 3, 4, 5, 6, 8, 8, 10, 13, 16, None]),
+    stop_token_ids=st.sampled_from([(), (STOP,), (STOP, 1)]),
+    prompt_logprobs_from=st.none() | st.sampled_from([0, 0, 1, 3, 9]),
+)
+seeds = st.integers(0, 5)
+
+
+@st.composite
+def configs(draw: st.DrawFn):
+    page_size = draw(st.sampled_from([1, 2, 4, 4, 64]))
+    policy: Policy = draw(st.sampled_from([*POLICIES.values(), *[POLICIES["penelope"]] * 4]))
+    policy = dataclasses.replace(policy, insert_unit=draw(st.sampled_from(InsertUnit)))
+    return config_of(
+        page_size,
+        draw(st.sampled_from([6, 9, 12, 14, 16, 20, 24])),
+        policy=policy,
+        scheduler=draw(st.sampled_from(SCHEDULERS)),
+        max_running=draw(st.integers(1, 6)),
+        max_step_tokens=draw(st.integers(1, 8)) * page_size,
+        max_step_segments=draw(st.sampled_from([1, 2, 3, 4, 8])),
+        output_reserve=draw(st.sampled_from([0, 0, 1, page_size, 512])),
+        linear_cost=float(draw(st.sampled_from([0, 7]))),
+        vocab_size=1000,
+    )
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """Clients that come, go on with what was said, and leave; steps with none or one in flight."""
+
+    operations: ClassVar[int] = 0
+    totals: ClassVar[Counter[str]] = Counter()  # what the runs were made of
+
+    def __init__(self):
+        super().__init__()
+        self.seen: list[tuple[EngineState, object]] = []
+
+    @initialize(config=configs())
+    def start(self, config):
+        self.world = EngineWorld(config)
+        self.size = config.page_size
+        self.next_token = len(LETTERS) + 1  # of prompts that nobody shares
+
+    def count(self) -> None:
+        type(self).operations += 1
+        if type(self).operations % 5 == 0:
+            self.seen.append((self.world.state, rendered(self.world.state)))
+
+    def tokens_of(self, text: str, tail: int) -> list[int]:
+        """Returns a page of equal tokens for each letter, and a last piece of `tail` tokens."""
+        tail = self.size - 1 if tail < 0 else min(tail, self.size - 1)
+        return [*np.repeat([LETTERS.index(letter) for letter in text], self.size).tolist(), *[0] * tail]
+
+    def sampler(self, seed: int) -> Sampler:
+        return hashed_sampler(seed, VOCAB, STOP)
+
+    def submit(self, prompt: list[int], sampling: SamplingParams, salt: str) -> None:
+        start = sampling.prompt_logprobs_from
+        if start is not None and start >= len(prompt):
+            sampling = dataclasses.replace(sampling, prompt_logprobs_from=len(prompt) - 1)
+        self.world.submit(prompt, sampling, salt)
+        self.count()
+
+    @rule(opening=openings, text=pieces, tail=tails, sampling=samplings, salt=salts)
+    def arrive(self, opening: str, text: str, tail: int, sampling: SamplingParams, salt: str):
+        self.submit(self.tokens_of(opening + text, tail) or [0], sampling, salt)
+
+    @rule(opening=openings, texts=st.lists(pieces, min_size=2, max_size=4), tail=tails, sampling=samplings)
+    def arrive_together(self, opening: str, texts: list[str], tail: int, sampling: SamplingParams):
+        for text in texts:
+            self.submit(self.tokens_of(opening + text, tail) or [0], sampling, "")
+
+    @precondition(lambda self: self.world.histories)
+    @rule(back=st.integers(0, 30), text=pieces, tail=tails, cut=st.sampled_from([0, 0, 0, 1, 5]), sampling=samplings)
+    def go_on(self, back: int, text: str, tail: int, cut: int, sampling: SamplingParams):
+        """A next turn: what was said so far (or most of it), and more."""
+        histories = list(self.world.histories.values())
+        history = histories[-1 - back % len(histories)]
+        heard = history.heard[: len(history.heard) - cut] or [1]
+        self.submit(self.shortened(heard, self.tokens_of(text, tail), sampling), sampling, history.namespace)
+
+    def shortened(self, heard: list[int], more: list[int], sampling: SamplingParams) -> list[int]:
+        """Returns a prompt that fits: `heard`, cut if need be, and `more`."""
+        room = self.world.room - len(more) - (sampling.max_tokens or 1)
+        return [*heard[: max(1, room)], *more]
+
+    @rule(more=st.integers(1, 4), tail=tails)
+    def come_from_afar(self, more: int, tail: int):
+        """A prompt that nobody shares; it needs a few pages more than are free, so that some must be evicted."""
+        room = self.world.config.num_device_pages - 2
+        num_pages = max(1, min(self.world.state.cache.device.num_free + more, room))
+        self.next_token += 1
+        prompt = np.full(num_pages * self.size, self.next_token, np.int32)
+        self.submit([*prompt.tolist(), *self.tokens_of("", tail)], SamplingParams(max_tokens=1), "")
+
+    @rule(number=st.integers(2, 4), less=st.integers(0, 1), sampling=samplings, seed=seeds, steps=st.integers(0, 9))
+    def crowd(self, number: int, less: int, sampling: SamplingParams, seed: int, steps: int):
+        """Prompts that fill the pool together and end just before a page does, so that replies run out of pages."""
+        num_pages = max(1, self.world.config.num_device_pages // number - less)
+        for _ in range(number):
+            self.next_token += 1
+            prompt = np.full(max(1, num_pages * self.size - 1), self.next_token).tolist()
+            self.submit(self.shortened(prompt, [0], sampling)[:-1], sampling, "")
+        self.overlapped_steps(seed, steps)
+
+    @rule(more=st.integers(1, 4), back=st.integers(0, 30), text=pieces, tail=tails, sampling=samplings, seed=seeds)
+    def go_on_over_a_hole(self, more: int, back: int, text: str, tail: int, sampling: SamplingParams, seed: int):
+        """Some pages are lost, and whoever lost them comes back."""
+        self.come_from_afar(more, tail)
+        self.steps(seed, 3)
+        if histories := self.histories_with_holes():
+            history = histories[-1 - back % len(histories)]
+            prompt = self.shortened(history.heard, self.tokens_of(text, tail), sampling)
+            self.submit(prompt, sampling, history.namespace)
+
+    def histories_with_holes(self) -> list[History]:
+        cache = self.world.state.cache
+        return [
+            history
+            for history in self.world.histories.values()
+            if any(span.tier is Tier.MISSING for span in match(cache, history.heard, history.namespace).spans)
+        ]
+
+    @precondition(lambda self: self.world.live)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject):
+        history = data.draw(st.sampled_from(self.world.live))
+        self.world.abort(history.request_id)
+        self.count()
+
+    @precondition(lambda self: len(self.world.flights) < 2)
+    @rule(seed=seeds)
+    def plan(self, seed: int):
+        self.world.plan(self.sampler(seed))
+        self.count()
+
+    @precondition(lambda self: self.world.flights)
+    @rule()
+    def step_done(self):
+        self.world.done()
+        self.count()
+
+    @precondition(lambda self: self.world.live)
+    @rule(seed=seeds, steps=st.integers(1, 9))
+    def overlapped_steps(self, seed: int, steps: int):
+        """Each step is planned while the one before is in flight."""
+        for _ in range(steps):
+            if len(self.world.flights) < 2:
+                self.world.plan(self.sampler(seed))
+                self.count()
+            if self.world.flights:
+                self.world.done()
+                self.count()
+
+    @precondition(lambda self: self.world.live)
+    @rule(seed=seeds, steps=st.integers(1, 9))
+    def steps(self, seed: int, steps: int):
+        for _ in range(steps):
+            if self.world.live:
+                self.world.step(self.sampler(seed))
+                self.count()
+
+    @precondition(lambda self: len(self.world.histories) % 8 == 7)  # seldom: an empty cache has no holes
+    @rule()
+    def flush(self):
+        self.world.flush()
+        self.count()
+
+    @rule(seed=seeds, overlapped=st.booleans())
+    def drain(self, seed: int, overlapped: bool):
+        self.world.drain(self.sampler(seed), overlapped=overlapped)
+        self.count()
+
+    def teardown(self):
+        if not hasattr(self, "world") or not self.world.sound:
+            return
+        self.world.drain(self.sampler(0), overlapped=len(self.seen) % 2 == 0)
+        self.world.check_replay()
+        self.tally()
+        for state, before in self.seen:
+            assert rendered(state) == before, "an old state changed"
+        self.world.flush()
+        assert (len(self.world.state.cache.nodes), self.world.state.cache.num_resident) == (0, 0)
+
+    def tally(self) -> None:
+        world, totals = self.world, self.totals
+        totals["runs"] += 1
+        totals["steps"] += world.num_steps
+        totals["evicted pages"] += world.num_evicted
+        totals["retractions"] += world.num_retractions
+        totals["refused"] += world.num_refused
+        totals["phantom segments"] += world.state.counters.phantom_segments
+        totals.update({f"{kind.value} tokens": number for kind, number in world.kinds.items()})
+        for history in world.histories.values():
+            totals[f"requests: {history.reason}"] += 1
+            totals["retracted requests"] += history.num_retractions > 0
+            totals["several refills in a request"] += sum(row[0] is SegmentKind.PHANTOM for row in history.computed) > 1
+            totals["hit tokens"] += history.metrics.device_hit if history.metrics else 0
+
+
+def run(max_examples: int) -> None:
+    chosen = settings(
+        max_examples=max_examples,
+        stateful_step_count=50,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
+    )
+    run_state_machine_as_test(EngineMachine, settings=chosen)
+
+
+def test_engine_keeps_its_promises():
+    EngineMachine.operations = 0
+    EngineMachine.totals.clear()
+    run(75)
+    assert EngineMachine.operations >= MIN_OPERATIONS
+    happened = ("evicted pages", "retractions", "phantom segments", "several refills in a request", "requests: abort")
+    assert all(EngineMachine.totals[name] >= 5 for name in happened), EngineMachine.totals
+
+
+@pytest.mark.slow
+def test_engine_keeps_its_promises_at_length():
+    EngineMachine.operations = 0
+    EngineMachine.totals.clear()
+    run(900)
+    assert EngineMachine.operations >= 10 * MIN_OPERATIONS
