@@ -63,7 +63,7 @@ def compare_policies(args: argparse.Namespace) -> bool:
     )
     executor = engine_options.make_executor(model, configs[0], deterministic=True)
     start_s = time.perf_counter()
-    num_programs = executor.warm_up()
+    num_programs = engine_options.warm_up(executor)
     print(f"  {num_programs} programs compiled in {time.perf_counter() - start_s:.0f} s.", flush=True)
     environment = engine_options.environment()
     documents = []

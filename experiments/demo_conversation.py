@@ -91,8 +91,9 @@ def run(model: "LoadedModel") -> bool:
     )
     outcomes = []
     executor = engine_options.make_executor(model, config, num_pages=large, deterministic=True)
-    executor.warm_up()
+    engine_options.warm_up(executor)
     for num_pages in (large, small):
+        print(f"  ... a cache of {num_pages * PAGE_SIZE} tokens ...", flush=True)
         limited = dataclasses.replace(config, device_tokens=num_pages * PAGE_SIZE)
         outcomes.append(_converse(model, limited, executor, encode, opening, other))
     without, over_hole = outcomes

@@ -12,6 +12,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import tqdm
+
 import penelope_jax
 from penelope_jax import config as config_lib
 from penelope_jax.config import EngineConfig, InsertUnit, Policy
@@ -266,6 +268,17 @@ def make_executor(
             max_step_tokens=config.max_step_tokens,
             **options,
         )
+
+
+def warm_up(executor: "JaxExecutor") -> int:
+    """Compiles all that a run needs, with a progress bar on a terminal; returns how many programs."""
+    with tqdm.tqdm(desc="compiling", unit="program", leave=False, disable=not sys.stderr.isatty()) as bar:
+
+        def progress(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        return executor.warm_up(progress)
 
 
 def config_document(config: EngineConfig, **more: Any) -> dict[str, Any]:

@@ -216,7 +216,7 @@ def run(args: argparse.Namespace) -> int:
         f"{configs[0].device_tokens:,} tokens; {args.sessions} sessions live."
     )
     executor = engine_options.make_executor(model, configs[0], deterministic=args.deterministic)
-    num_programs = executor.warm_up()
+    num_programs = engine_options.warm_up(executor)
     environment = engine_options.environment()
 
     documents = []

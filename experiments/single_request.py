@@ -267,7 +267,7 @@ def run(args: argparse.Namespace) -> int:
             max_step_tokens=args.step_tokens,
             token_buckets=(args.step_tokens,),
         )
-    executor.warm_up()
+    engine_options.warm_up(executor)
     measurements = []
     for setting in settings:
         print(f"context {setting.context:,} of {model.name} ...", file=sys.stderr)

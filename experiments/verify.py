@@ -285,6 +285,7 @@ def verify(
     num_pages = max(large_pool_pages(sessions, config), config.num_device_pages + 1)
     options = {"num_pages": num_pages, "deterministic": True, "scoring": True, "implementation": implementation}
     executor = engine_options.make_executor(model, config, **options)
+    engine_options.warm_up(executor)
     wrapped = Perturber(executor) if perturb else executor
     small = _Run(config, wrapped, sessions, share=score_share, cancel=True)
     cache = small.driver.state.cache

@@ -24,7 +24,8 @@ class PlaceExecutor(HashExecutor):
 
     num_compilations = 0
 
-    def warm_up(self):
+    def warm_up(self, progress):
+        progress(3, 3)
         return 3
 
     def _token(self, segment):

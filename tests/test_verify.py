@@ -10,6 +10,7 @@ from penelope_jax import cli, radix_tree
 from penelope_jax.config import POLICIES, EngineConfig
 from penelope_jax.experiments import command
 from penelope_jax.experiments.synthesize import SynthesisOptions, synthesize
+from penelope_jax.experiments.traces import write_jsonl
 from penelope_jax.experiments.verify import chosen, large_pool_pages, resident_histories, verify
 from penelope_jax.histories import insert
 from penelope_jax.models import registry
@@ -39,8 +40,7 @@ def config(model):
         max_context=384,
         max_running=4,
         max_step_tokens=64,
-        max_step_segments=16,
-        output_reserve=32,
+        max_step_segments=32,
         linear_cost=model.config.linear_cost,
         vocab_size=model.config.vocab_size,
     )
@@ -70,8 +70,8 @@ def test_control_a_changed_bit_is_found(model, config, sessions):
 
 
 def test_control_nothing_to_change_without_holes(model, config, sessions):
-    roomy = dataclasses.replace(config, device_tokens=4096)
-    report = verify(model, roomy, sessions[:2], score_share=0.0, perturb=True)
+    roomy = dataclasses.replace(config, device_tokens=(large_pool_pages(sessions, config) - 1) * PAGE)
+    report = verify(model, roomy, sessions, score_share=0.0, perturb=True)
     assert report.identical and report.perturbed == "nothing: no hole was refilled"
 
 
@@ -79,16 +79,15 @@ def run(*args):
     return command.execute(cli.parse(["penelope", "verify", *map(str, args)]))
 
 
-def test_the_command_reports_and_exits(capsys, tmp_path):
-    trace = tmp_path / "trace.jsonl"
-    line = '{"session_id": "s%d", "turns": [{"new": [["shared", 40], ["s%d", 60]], "output": 2}%s]}\n'
-    turn = ', {"new": [["s%d/%d", 20]], "output": 2, "delay_s": 4}'
-    trace.write_text("".join(line % (i, i, "".join(turn % (i, j) for j in range(3))) for i in range(4)))
-    flags = [trace, "--device-tokens", 256, "--max-context", 256, "--sessions", 4, "--json", tmp_path / "out.json"]
-    assert run(*flags) == 0
+def test_the_command_reports_and_exits(capsys, tmp_path, sessions):
+    trace, out = tmp_path / "trace.jsonl", tmp_path / "out.json"
+    write_jsonl(sessions, trace)
+    # The shapes of the configuration above, so that nothing is compiled again.
+    flags = [trace, "--device-tokens", 512, "--max-context", 384, "--max-step-tokens", 64, "--sessions", 4]
+    assert run(*flags, "--json", out) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "IDENTICAL"
-    document = json.loads((tmp_path / "out.json").read_text())
-    assert document["report"]["requests"] == 16 and document["report"]["requests_with_holes"] > 0
+    report = json.loads(out.read_text())["report"]
+    assert report["requests_with_holes"] > 0 and report["output_bits"] == 0
     assert run(*flags, "--perturb") == 1
     assert capsys.readouterr().out.splitlines()[-1] == "DIFFERENT"
 
@@ -122,3 +121,12 @@ def test_the_large_pool_holds_every_history(sessions, config):
     assert num_pages == large_pool_pages(sessions[:1], config) + sum(
         large_pool_pages([session], config) - large_pool_pages([], config) for session in sessions[1:]
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_built_in_trace(capsys, tmp_path, dtype):
+    assert run("--dtype", dtype, "--json", tmp_path / "out.json") == 0
+    report = json.loads((tmp_path / "out.json").read_text())["report"]
+    assert report["requests"] >= 200 and report["requests_with_holes"] >= 50 and report["most_holes"] > 1
+    assert run("--dtype", dtype, "--perturb") == 1
