@@ -48,12 +48,13 @@ class Outcome:
     """What the first conversation's second turn gave.
 
     Attributes:
-        first, second: its two replies, as text.
+        first, second: its two replies, as text. first_len: tokens of the first.
         result: of the second turn.
         evicted_pages: before and in it.
     """
 
     first: str
+    first_len: int
     second: str
     result: GenerateResult
     evicted_pages: int
@@ -70,16 +71,9 @@ def run(model: "LoadedModel") -> bool:
     def encode(messages: list[dict[str, str]]) -> np.ndarray:
         return tokenizer.encode_chat(messages, add_generation_prompt=True)
 
-    first_len, other_len = len(encode(opening)) + REPLY_TOKENS, len(encode(other)) + OTHER_REPLY_TOKENS
-    shared = len(tokenizer.encode_chat([system])) // PAGE_SIZE
-    num_first, num_other = (-(-length // PAGE_SIZE) for length in (first_len, other_len))
-    dropped = round((num_first - shared) * EVICTED_SHARE)
-    second_len = first_len + len(tokenizer.encode(SECOND)) + 16 + REPLY_TOKENS
-    small = max(num_first + num_other - shared - dropped, -(-second_len // PAGE_SIZE) + 1)
-    large = 2 * (num_first + num_other) + 16
-
+    large = MAX_CONTEXT // PAGE_SIZE
     config = EngineConfig(
-        device_tokens=small * PAGE_SIZE,
+        device_tokens=large * PAGE_SIZE,
         page_size=PAGE_SIZE,
         max_context=MAX_CONTEXT,
         max_running=1,
@@ -89,14 +83,24 @@ def run(model: "LoadedModel") -> bool:
         linear_cost=model.config.linear_cost,
         vocab_size=model.config.vocab_size,
     )
-    outcomes = []
-    executor = engine_options.make_executor(model, config, num_pages=large, deterministic=True)
+    executor = engine_options.make_executor(model, config, deterministic=True)
     engine_options.warm_up(executor)
-    for num_pages in (large, small):
-        print(f"  ... a cache of {num_pages * PAGE_SIZE} tokens ...", flush=True)
-        limited = dataclasses.replace(config, device_tokens=num_pages * PAGE_SIZE)
-        outcomes.append(_converse(model, limited, executor, encode, opening, other))
-    without, over_hole = outcomes
+    print(f"  ... a cache of {config.device_tokens} tokens ...", flush=True)
+    without = _converse(model, config, executor, encode, opening, other)
+
+    # Room for both conversations, less some pages of the first one's private history; and for its second turn.
+    first_pages = (len(encode(opening)) + without.first_len - 1) // PAGE_SIZE
+    other_pages = -(-(len(encode(other)) + OTHER_REPLY_TOKENS) // PAGE_SIZE)
+    shared_pages = len(tokenizer.encode_chat([system])) // PAGE_SIZE
+    dropped = round((first_pages - shared_pages) * EVICTED_SHARE)
+    metrics = without.result.metrics
+    assert metrics is not None, "the request ran"
+    second_pages = -(-(metrics.prompt_len + REPLY_TOKENS) // PAGE_SIZE) + 1
+    small = max(first_pages - dropped + other_pages - shared_pages, second_pages)
+    small_config = dataclasses.replace(config, device_tokens=small * PAGE_SIZE)
+    print(f"  ... a cache of {small_config.device_tokens} tokens ...", flush=True)
+    over_hole = _converse(model, small_config, executor, encode, opening, other)
+
     _print(without, over_hole, large, small)
     metrics = over_hole.result.metrics
     assert metrics is not None, "the request ran"
@@ -112,10 +116,16 @@ def _converse(model, config: EngineConfig, executor: "JaxExecutor", encode, open
         result = driver.generate(encode(messages), sampling)
         return model.tokenizer.decode(result.tokens).strip(), result
 
-    first, _ = say(opening)
+    first, opened = say(opening)
     say(other, OTHER_REPLY_TOKENS)
     second, result = say([*opening, {"role": "assistant", "content": first}, {"role": "user", "content": SECOND}])
-    return Outcome(first=first, second=second, result=result, evicted_pages=driver.state.counters.evicted_pages)
+    return Outcome(
+        first=first,
+        first_len=len(opened.tokens),
+        second=second,
+        result=result,
+        evicted_pages=driver.state.counters.evicted_pages,
+    )
 
 
 def _print(without: Outcome, over_hole: Outcome, large: int, small: int) -> None:
