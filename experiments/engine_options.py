@@ -255,19 +255,26 @@ def make_executor(
     model: "LoadedModel", config: EngineConfig, *, num_pages: int | None = None, **options: Any
 ) -> "JaxExecutor":
     """Returns an executor with room for `config`, or for `num_pages`."""
+    import jax
+
     from penelope_jax.executor import JaxExecutor
 
-    with bad_input(f"a pool of {num_pages or config.num_device_pages} pages"):
-        return JaxExecutor(
-            model.config,
-            model.params,
-            num_pages=num_pages or config.num_device_pages,
-            page_size=config.page_size,
-            max_context=config.max_context,
-            max_segments=config.max_step_segments,
-            max_step_tokens=config.max_step_tokens,
-            **options,
-        )
+    num_pages = num_pages or config.num_device_pages
+    with bad_input():
+        try:
+            return JaxExecutor(
+                model.config,
+                model.params,
+                num_pages=num_pages,
+                page_size=config.page_size,
+                max_context=config.max_context,
+                max_segments=config.max_step_segments,
+                max_step_tokens=config.max_step_tokens,
+                **options,
+            )
+        except jax.errors.JaxRuntimeError as error:
+            tokens = num_pages * config.page_size
+            raise ValueError(f"a pool of {tokens} tokens cannot be allocated: {str(error).splitlines()[0]}") from error
 
 
 def warm_up(executor: "JaxExecutor") -> int:

@@ -211,11 +211,11 @@ def run(args: argparse.Namespace) -> int:
     max_context = engine_options.context_limit(args, model)
     trace = engine_options.load_trace(args, max_context)
     configs = [engine_options.engine_config(args, model, trace.sessions, policy, max_context) for policy in policies]
+    executor = engine_options.make_executor(model, configs[0], deterministic=args.deterministic)
     print(
         f"{len(trace.sessions)} sessions, {trace.num_requests} requests; {model.name}; device pool "
         f"{configs[0].device_tokens:,} tokens; {args.sessions} sessions live."
     )
-    executor = engine_options.make_executor(model, configs[0], deterministic=args.deterministic)
     num_programs = engine_options.warm_up(executor)
     environment = engine_options.environment()
 

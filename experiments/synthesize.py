@@ -83,6 +83,8 @@ class SynthesisOptions:
             raise ValueError(f"scale={self.scale} must be a power of two from 1 to 64.")
         if self.shared_prefix < 0 or self.seed < 0:
             raise ValueError(f"shared_prefix={self.shared_prefix} and seed={self.seed} must be at least 0.")
+        if not self.side_cancel_s > 0:
+            raise ValueError(f"side_cancel_s={self.side_cancel_s} must be above 0.")
         for name in ("human_share", "divergence_rate", "compaction_share", "side_rate"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be in [0, 1].")
@@ -211,6 +213,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--human-share", type=float, default=default.human_share, metavar="X")
     parser.add_argument("--divergence-rate", type=float, default=default.divergence_rate, metavar="X")
     parser.add_argument("--compaction-share", type=float, default=default.compaction_share, metavar="X")
+    parser.add_argument(
+        "--side-rate", type=float, default=default.side_rate, metavar="X", help="share of turns with a side request (0)"
+    )
+    parser.add_argument(
+        "--side-cancel-s", type=float, default=default.side_cancel_s, metavar="S", help="when it is cancelled (2)"
+    )
     parser.add_argument("--seed", type=int, default=default.seed, metavar="N")
 
 

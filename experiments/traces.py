@@ -299,7 +299,9 @@ def _session_document(session: Session) -> dict[str, Any]:
             raise ValueError(f"session {session.session_id!r}, turn {index}: pieces must start at 0 to be written.")
         entry: dict[str, Any] = {"new": [[piece.label, piece.stop] for piece in turn.new], "output": turn.output_len}
         if index:
-            entry |= {"delay_s": turn.delay_s, "kind": turn.kind}
+            entry["delay_s"] = turn.delay_s
+        if turn.kind != "tool":
+            entry["kind"] = turn.kind
         if turn.base != index - 1:
             entry["base"] = turn.base
         if turn.keep != (session.turns[turn.base].history_len if turn.base >= 0 else 0):

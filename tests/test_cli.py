@@ -14,6 +14,8 @@ import pytest
 from penelope_jax import cli
 from penelope_jax.driver import HashExecutor
 from penelope_jax.experiments import command, engine_options
+from penelope_jax.experiments.synthesize import SynthesisOptions, synthesize
+from penelope_jax.experiments.traces import ReadOptions, read_traces
 
 LINE = b'{"session_id": "s%d", "turns": [{"new": [["shared", 300], ["s%d", 100]], "output": 6}%s]}\n'
 TURN = b', {"new": [["s%d/%d", 40]], "output": 5, "delay_s": 0.01, "kind": "tool"}'
@@ -121,6 +123,11 @@ def test_missing_and_truncated_weights(capsys, trace, tmp_path):
     assert "full causal attention" in error_line(capsys, "replay", trace, "--model", directory)
 
 
+def test_a_pool_that_does_not_fit_the_memory(capsys, trace):
+    line = error_line(capsys, "replay", trace, "--model", "random:tiny", "--device-tokens", 64 * 10**12)
+    assert "error: a pool of 64000000000000 tokens cannot be allocated: RESOURCE_EXHAUSTED: " in line
+
+
 def test_usage_errors(capsys):
     assert error_line(capsys, "replay", "x.jsonl").endswith("the following arguments are required: --model")
     assert error_line(capsys).endswith("the following arguments are required: COMMAND")
@@ -129,6 +136,32 @@ def test_usage_errors(capsys):
         "x.jsonl: no such file or folder."
     )
     assert error_line(capsys, "scenario", "none.txt").startswith("penelope scenario: error: ")
+
+
+def test_synthesize_writes_what_replay_reads(capsys, place_executor, tmp_path):
+    path = tmp_path / "made.jsonl.gz"
+    flags = ["--sessions", 3, "--turns", 5, "--scale", 64, "--context", 900, "--side-rate", 0.5, "--seed", 3]
+    assert penelope("synthesize", *flags, "--out", path) == 0
+    options = SynthesisOptions(sessions=3, turns=5, scale=64, context=900, side_rate=0.5, seed=3)
+    trace = read_traces([path], ReadOptions())
+    assert trace.sessions == synthesize(options)
+    assert f"3 sessions, {trace.num_requests} requests" in capsys.readouterr().out
+    assert penelope("replay", path, "--model", "random:tiny", "--time-scale", 0.001) == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (["--out", "x.json"], "--out x.json: the name must end in .jsonl or .jsonl.gz."),
+        (["--out", "none/x.jsonl"], "--out none/x.jsonl: there is no folder none."),
+        (["--out", "x.jsonl", "--turns", 0], "turns=0 must be at least 1."),
+        (["--out", "x.jsonl", "--context", 99], "context=99 (scaled tokens) is too small: the shared prefix has 15000"),
+    ],
+)
+def test_bad_flags_of_synthesize(capsys, tmp_path, monkeypatch, flags, reason):
+    monkeypatch.chdir(tmp_path)
+    assert error_line(capsys, "synthesize", *flags).startswith(f"penelope synthesize: error: {reason}")
+    assert not list(tmp_path.iterdir())
 
 
 def test_replay_writes_the_documented_json(capsys, trace, place_executor, tmp_path):
