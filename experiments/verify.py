@@ -11,7 +11,6 @@ positions, and so must the K/V of every page that is resident in the small cache
 """
 
 import argparse
-import collections
 import dataclasses
 import hashlib
 import math
@@ -25,8 +24,9 @@ import tqdm
 from penelope_jax.config import EngineConfig
 from penelope_jax.driver import Driver
 from penelope_jax.errors import InputError
-from penelope_jax.events import RequestMetrics, Sampled, Scored, Update
+from penelope_jax.events import Sampled, Scored, Update
 from penelope_jax.experiments import engine_options
+from penelope_jax.experiments.bit_comparison import Key, Reply, Report, compare, differing_bits
 from penelope_jax.experiments.closed_loop import Call, ClosedLoop, StepClock, play
 from penelope_jax.experiments.sessions import Session
 from penelope_jax.experiments.synthesize import SynthesisOptions, synthesize
@@ -49,116 +49,13 @@ BUILT_IN_DEVICE_TOKENS = 960
 BUILT_IN_STEP_TOKENS = 32
 _READ_PAGES = 256  # pages read from the device at once
 
-Key = tuple[str, int]  # session id, turn
-
-
-@dataclasses.dataclass(slots=True)
-class _Reply:
-    """What one request produced."""
-
-    tokens: list[int] = dataclasses.field(default_factory=list)
-    logprobs: list[float] = dataclasses.field(default_factory=list)
-    scores: np.ndarray | None = None  # f32[prompt_len]: of each prompt token given those before; NaN where not scored
-    reused: np.ndarray | None = None  # bool[prompt_len]: its query row attended to K/V that was already resident
-    metrics: RequestMetrics | None = None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Compared:
-    """What the replies of two runs have in common.
-
-    Attributes:
-        requests: requests compared.
-        requests_with_holes, most_holes, holes, refilled_tokens: holes that the small cache refilled.
-        reused_tokens: prompt tokens that the small cache did not recompute.
-        output_positions: sampled tokens, each with its log-probability.
-        scored_requests, scored_recomputed, scored_reused, scored_new: prompt log-probabilities, by whether the small
-            cache recomputed, reused or first computed the query's position.
-        output_bits, score_bits: differing bits.
-    """
-
-    requests: int
-    requests_with_holes: int
-    most_holes: int
-    holes: int
-    refilled_tokens: int
-    reused_tokens: int
-    output_positions: int
-    scored_requests: int
-    scored_recomputed: int
-    scored_reused: int
-    scored_new: int
-    output_bits: int
-    score_bits: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Report(Compared):
-    """The whole comparison.
-
-    Attributes:
-        evicted_pages: by the small cache.
-        pages, page_bytes: resident pages of the small cache at the end, and their size.
-        unmatched_pages: of these, pages whose history the large cache does not hold.
-        page_bits: differing bits.
-        perturbed: "" or which page was changed on purpose.
-    """
-
-    evicted_pages: int
-    pages: int
-    page_bytes: int
-    unmatched_pages: int
-    page_bits: int
-    perturbed: str = ""
-
-    @property
-    def identical(self) -> bool:
-        return not (self.output_bits or self.score_bits or self.page_bits or self.unmatched_pages)
-
-    def text(self) -> str:
-        """Returns the report, a few lines."""
-        scored = self.scored_recomputed + self.scored_reused + self.scored_new
-        rows = [
-            ("requests", self.requests, f"{self.evicted_pages:,} pages evicted, {self.reused_tokens:,} tokens reused"),
-            (
-                "with holes",
-                self.requests_with_holes,
-                (
-                    f"{self.holes:,} holes of {self.refilled_tokens:,} tokens refilled, at most {self.most_holes} in one "
-                    "request"
-                ),
-            ),
-            ("outputs", self.output_positions, f"tokens and log-probabilities: {self.output_bits:,} differing bits"),
-            (
-                "prompt scores",
-                scored,
-                (
-                    f"log-probabilities of {self.scored_requests:,} requests ({self.scored_recomputed:,} recomputed, "
-                    f"{self.scored_reused:,} reused, {self.scored_new:,} new): {self.score_bits:,} differing bits"
-                ),
-            ),
-            (
-                "pages",
-                self.pages,
-                (
-                    f"resident at the end, {self.page_bytes:,} bytes: {self.page_bits:,} differing bits, "
-                    f"{self.unmatched_pages:,} unmatched"
-                ),
-            ),
-        ]
-        lines = [f"{name:<14} {number:>9,}  {text}" for name, number, text in rows]
-        if self.perturbed:
-            lines.append(f"perturbed      {self.perturbed}")
-        lines.append("IDENTICAL" if self.identical else "DIFFERENT")
-        return "\n".join(lines)
-
 
 class _Run:
     """One replay, with everything it produced. Requests that may be cancelled are run, but not compared."""
 
     def __init__(self, config: EngineConfig, executor: Any, sessions: Sequence[Session], *, share: float, cancel: bool):
-        self.replies: dict[Key, _Reply] = {}
-        self._open: dict[int, _Reply] = {}
+        self.replies: dict[Key, Reply] = {}
+        self._open: dict[int, Reply] = {}
         self._share = share
         clock = StepClock()
         self.driver = Driver(config, executor, clock=clock)
@@ -187,7 +84,7 @@ class _Run:
     def _submitted(self, request_id: int, call: Call) -> None:
         if math.isfinite(call.cancel_s):
             return
-        reply = self.replies[call.session_id, call.turn] = self._open[request_id] = _Reply()
+        reply = self.replies[call.session_id, call.turn] = self._open[request_id] = Reply()
         if chosen(call.session_id, call.turn, self._share):
             reply.scores = np.full(len(call.tokens), np.nan, np.float32)
             reply.reused = np.zeros(len(call.tokens), bool)
@@ -299,10 +196,10 @@ def verify(
         raise RuntimeError(f"the large cache of {num_pages} pages evicted; it must not.")
     page_bits, num_matched = 0, 0
     for digest, data in _contents(large.driver.state.cache, executor, wanted=pages):
-        page_bits += _differing_bits(pages[digest], data)
+        page_bits += differing_bits(pages[digest], data)
         num_matched += 1
     return Report(
-        **dataclasses.asdict(_compare(small.replies, large.replies)),
+        **dataclasses.asdict(compare(small.replies, large.replies)),
         evicted_pages=small.driver.state.counters.evicted_pages,
         pages=len(pages),
         page_bytes=sum(data.nbytes for data in pages.values()),
@@ -320,48 +217,6 @@ def _contents(
         batch = found[first : first + _READ_PAGES]
         data = executor.read_pages(np.array([page_id for _, page_id in batch], np.int32))
         yield from ((digest, data[index]) for index, (digest, _) in enumerate(batch))
-
-
-def _compare(small: dict[Key, _Reply], large: dict[Key, _Reply]) -> Compared:
-    counts = collections.Counter({field.name: 0 for field in dataclasses.fields(Compared)})
-    if small.keys() != large.keys():
-        raise RuntimeError(f"{len(small.keys() ^ large.keys())} requests ran in one cache only.")
-    for key, mine in small.items():
-        other = large[key]
-        assert mine.metrics is not None, "a request that ended was admitted"
-        match_stop = mine.metrics.prompt_len - mine.metrics.new
-        holes = [(start, min(stop, match_stop)) for start, stop in mine.metrics.compute_spans if start < match_stop]
-        counts["requests"] += 1
-        counts["requests_with_holes"] += bool(holes)
-        counts["most_holes"] = max(counts["most_holes"], len(holes))
-        counts["holes"] += len(holes)
-        counts["refilled_tokens"] += mine.metrics.refilled
-        counts["reused_tokens"] += mine.metrics.device_hit + mine.metrics.host_hit
-        counts["output_positions"] += len(mine.tokens)
-        counts["output_bits"] += _differing_bits(np.array(mine.tokens, np.int32), np.array(other.tokens, np.int32))
-        counts["output_bits"] += _differing_bits(
-            np.array(mine.logprobs, np.float32), np.array(other.logprobs, np.float32)
-        )
-        if mine.scores is not None and mine.reused is not None and other.scores is not None:
-            missing = int(np.isnan(mine.scores[1:]).sum() + np.isnan(other.scores[1:]).sum())
-            if missing:
-                raise RuntimeError(f"session {key[0]!r}, turn {key[1]}: {missing} prompt positions were not scored.")
-            recomputed = np.zeros(len(mine.scores), bool)
-            for start, stop in holes:
-                recomputed[start + 1 : stop + 1] = True
-            counts["scored_requests"] += 1
-            counts["scored_reused"] += int(mine.reused[1:].sum())
-            counts["scored_recomputed"] += int((recomputed & ~mine.reused)[1:].sum())
-            counts["scored_new"] += int((~recomputed & ~mine.reused)[1:].sum())
-            counts["score_bits"] += _differing_bits(mine.scores[1:], other.scores[1:])
-    return Compared(**counts)
-
-
-def _differing_bits(left: np.ndarray, right: np.ndarray) -> int:
-    left, right = np.ascontiguousarray(left), np.ascontiguousarray(right)
-    if left.shape != right.shape or left.dtype != right.dtype:
-        raise ValueError(f"{left.dtype}{list(left.shape)} cannot be compared with {right.dtype}{list(right.shape)}.")
-    return int(np.bitwise_count(left.view(np.uint8) ^ right.view(np.uint8)).sum())
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
