@@ -15,6 +15,7 @@ weights and V differed (XLA splits its long sum over keys when the result is sma
 import jax
 import jax.numpy as jnp
 
+# 256 / 512 / 1,024 keys a group, deterministic, as in q_tiles.py: 4.7K / 5.3K / 4.8K tok/s, 77 / 101 / 89 decodes/s.
 KEYS_PER_GROUP = 512
 _MIN_PRODUCT_ROWS = 64
 _MASKED = -1e30  # finite: the difference of two masked scores is not NaN

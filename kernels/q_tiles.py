@@ -2,6 +2,11 @@
 
 Large tiles read each page for more rows; small ones waste less on a decode, whose tile holds one row. What matters to
 the processor are packed rows: tile rows times query heads per kv head.
+
+Measured 2026-11-29 on 2 cores of a busy AMD EPYC (AVX512), jax 0.12.0.1: a model of 2 layers, 128 wide, 4/2 heads x 32,
+deterministic, page 64, shortest times of interleaved runs. Prefill from 0 to 16K with tiles of 64 / 128 / 256 rows:
+4.2K / 5.2K / 6.2K tok/s; 256 would waste most of a tile on a hole of one page. A decode at 16K with tiles of 4 rows:
+75 to 101 a second for one sequence, 25 steps a second for four; with one tile size of 64 rows: 38 and 10.
 """
 
 import functools
