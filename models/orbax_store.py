@@ -37,8 +37,9 @@ COPIED_FILES = (
 COPIED_FOLDER = "additional_chat_templates"
 
 _FORMAT = 1
-_CHUNK_BYTES = 64 << 20  # what is read at once, so that a device reads little more than its part
-_CONCURRENT_GB = 8  # of copies in flight
+_CHUNK_BYTES = 64 << 20  # most that is read at once; a chunk has one layer, of what one device wrote
+_NOT_STACKED = ("embed", "final_norm", "lm_head")
+_IN_FLIGHT_GB = 2  # of copies while reading and writing, beside the largest parameter
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -117,8 +118,11 @@ def save_params(directory: pathlib.Path, config: ModelConfig, params: Params) ->
         if field in fields and config.kv_head_copies > 1:
             everywhere = NamedSharding(fields[field].sharding.mesh, PartitionSpec())
             fields[field] = jax.jit(functools.partial(_one_of_each, config), out_shardings=everywhere)(fields[field])
-    save_args = {field: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES) for field in fields}
-    with _checkpointer() as checkpointer:
+    save_args = {
+        field: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES, shard_axes=() if field in _NOT_STACKED else (0,))
+        for field in fields
+    }
+    with _checkpointer(fields) as checkpointer:
         checkpointer.save(directory.resolve(), args=ocp.args.PyTreeSave(fields, save_args=save_args))
 
 
@@ -145,7 +149,7 @@ def restore_params(directory: pathlib.Path, config: ModelConfig, mesh: Mesh) -> 
         )
         for field, leaf in wanted.items()
     }
-    with _checkpointer() as checkpointer:
+    with _checkpointer(wanted) as checkpointer:
         _check_metadata(directory, wanted, checkpointer)
         try:
             fields = checkpointer.restore(
@@ -161,15 +165,17 @@ def restore_params(directory: pathlib.Path, config: ModelConfig, mesh: Mesh) -> 
     return jax.tree.unflatten(tree, [fields[path[-1].name] for path, _ in leaves])
 
 
-def _checkpointer():
+def _checkpointer(fields: dict[str, Any]):
     import orbax.checkpoint as ocp
 
+    # Orbax refuses a parameter that is larger than its limit of bytes in flight.
+    limit = _IN_FLIGHT_GB + max(4 * leaf.size for leaf in fields.values()) // 10**9
     return ocp.Checkpointer(
         ocp.PyTreeCheckpointHandler(
             use_zarr3=True,
             use_compression=False,
-            save_concurrent_gb=_CONCURRENT_GB,
-            restore_concurrent_gb=_CONCURRENT_GB,
+            save_concurrent_gb=limit,
+            restore_concurrent_gb=limit,
         )
     )
 

@@ -130,7 +130,7 @@ def test_convert_to_another_dtype(folders, tmp_path, capsys):
     assert low.config.dtype == "bfloat16"
     assert low.fingerprint == fingerprint(low.config, low.params)
     line = capsys.readouterr().out
-    assert f"in bfloat16, fingerprint {low.fingerprint}, read back equal." in line
+    assert f"in bfloat16, cut for 2 devices, fingerprint {low.fingerprint}, read back equal." in line
 
 
 def test_convert_refusals(folders, tmp_path):
