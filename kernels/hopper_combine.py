@@ -60,6 +60,7 @@ def _program(geometry: Geometry, num_parts, sums, stats, out, *, sums_smem, stat
         part_max = plgpu.load(stats_smem.at[slot, 0], layout=plgpu.Layout.WGMMA.reduce(1))
         part_sum = plgpu.load(stats_smem.at[slot, 1], layout=plgpu.Layout.WGMMA.reduce(1))
         part_total = plgpu.load(sums_smem.at[slot], layout=plgpu.Layout.WGMMA)
+        plgpu.commit_smem()  # all have read the slot before it is loaded again
         pl.when(part + _AHEAD < count)(lambda: load(part + _AHEAD))
         new_max = jnp.maximum(row_max, part_max)
         keep, take = jnp.exp2(row_max - new_max), jnp.exp2(part_max - new_max)

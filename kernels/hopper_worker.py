@@ -102,16 +102,21 @@ class RowsOfItem:
 
     def _loaded(self, name: str, step):
         """Returns keys or values of a step, in shared memory."""
-        return self.scratch[f"{name}_smem"].at[self._stage(step)]
+        ref = self.scratch[f"{name}_smem"].at[self._stage(step)]
+        if self.geometry.simulated:
+            # The interpreter does not check what wgmma reads for races, but what is loaded.
+            plgpu.load(ref)
+            plgpu.commit_smem()
+        return ref
 
     def _wait_for_next_keys(self, step):
         pl.when(step + 1 < self.item.end_step)(lambda: self._wait("keys", step + 1))
 
     def _mask(self, scores, step):
-        row = plgpu.broadcasted_iota(jnp.int32, scores.shape, 0, layout=plgpu.Layout.WGMMA)
+        row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=plgpu.Layout.WGMMA.reduce(1))
+        last_key = lax.div(self.limit + row, self.geometry.group) - step * STEP
         key = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
-        # key + 128 * step <= (limit + row) // group
-        return jnp.where((key + step * STEP) * self.geometry.group - self.limit <= row, scores, _MASKED)
+        return jnp.where(key <= along_rows(last_key, scores.shape), scores, _MASKED)
 
     def _weigh(self, scores, row_max):
         return jnp.exp2(scores * self.geometry.scale_log2 - along_rows(row_max, scores.shape))

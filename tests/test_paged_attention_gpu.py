@@ -131,10 +131,13 @@ def test_group_1_with_one_warpgroup_and_pages_of_128():
 
 
 def test_split_decodes(monkeypatch):
-    """Group 8; positions around borders of pages and chunks; a program takes several items one after another."""
-    monkeypatch.setattr(paged_attention_gpu, "_SPLIT_PROGRAMS", 2)
+    """Group 8; positions around borders of pages and chunks; one program takes all items, one after another.
+
+    More items and chunks than stages, so that what is in shared memory is overwritten.
+    """
+    monkeypatch.setattr(paged_attention_gpu, "_SPLIT_PROGRAMS", 1)
     shape = Shape(8, 1, 64, page_size=32, q_tile=1, keys_per_chunk=128)
-    positions = (0, 31, 32, 127, 128, 300)
+    positions = (0, 31, 32, 127, 128, 650)
     case = make_case(shape, {index: [(position, position + 1)] for index, position in enumerate(positions)})
     out = check(shape, case)
     np.testing.assert_array_equal(out, run(shape, case))
@@ -238,12 +241,15 @@ def test_control_the_interpreter_sees_a_missing_wait(monkeypatch, missing):
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
     wait = hopper_worker.RowsOfItem._wait
-    monkeypatch.setattr(
-        hopper_worker.RowsOfItem, "_wait", lambda rows, name, step: name == missing or wait(rows, name, step)
-    )
-    shape = dataclasses.replace(CONTROL_SHAPE, keys_per_chunk=1024)  # a program of its own
-    with pytest.raises(Exception, match="RACE DETECTED"):
-        run(shape, make_case(shape, {0: [(300, 301)]}))
+
+    def wait_for_others(rows, name, step):
+        if name != missing:
+            wait(rows, name, step)
+
+    monkeypatch.setattr(hopper_worker.RowsOfItem, "_wait", wait_for_others)
+    case = make_case(CONTROL_SHAPE, {0: [(300, 301)]})
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RACE DETECTED"):
+        _program.__wrapped__(CONTROL_SHAPE)(case.q, case.pool, LAYER, case.tiles, case.page_table).block_until_ready()
     gpu_callbacks.reset_gpu_interpret_mode_state()
 
 
