@@ -85,7 +85,7 @@ def test_metadata(wheel):
         assert archive.read(f"{info}/top_level.txt").split() == [b"penelope_jax"]
         assert b"Apache License" in archive.read(f"{info}/licenses/LICENSE")
     assert metadata["Version"] == penelope_jax.__version__
-    assert metadata.get_all("Provides-Extra") == ["cuda13", "tpu", "demo", "report", "test", "oracle"]
+    assert metadata.get_all("Provides-Extra") == ["cuda13", "tpu", "demo", "aot", "report", "test", "oracle"]
     core = {line.split(";")[0].strip() for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line}
     assert not [line for line in core if line.startswith(("torch", "transformers", "jax["))]
 
