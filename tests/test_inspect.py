@@ -23,7 +23,7 @@ PAGE = logged_runs.PAGE
 @pytest.fixture(scope="module")
 def log(tmp_path_factory):
     path = tmp_path_factory.mktemp("run") / "run.log"
-    driver, executor = logged_runs.run(path, overlap=True)
+    driver, executor = logged_runs.run(path, overlap=True, seed=5)
     return path, driver, executor
 
 

@@ -174,7 +174,7 @@ def trace(tmp_path, monkeypatch):
 class WarmExecutor(HashExecutor):
     num_compilations = 0
 
-    def warm_up(self):
+    def warm_up(self, progress=None):
         return 0
 
 
