@@ -102,9 +102,12 @@ def padding_batch(buckets: Buckets, num_rows: int, *, scoring: bool) -> ForwardB
             temperature=np.zeros(num_samples, np.float32),
             top_p=np.ones(num_samples, np.float32),
             top_k=np.zeros(num_samples, np.int32),
+            min_p=np.zeros(num_samples, np.float32),
             seed=np.zeros(num_samples, np.uint32),
             choice=np.zeros(num_samples, np.int32),
             position=np.zeros(num_samples, np.int32),
+            slot=np.full(num_samples, -1, np.int32),
+            num_top=np.zeros(num_samples, np.int32),
         ),
         targets=np.full(num_rows if scoring else 0, -1, np.int32),
         num_tokens=np.zeros((), np.int32),
@@ -149,9 +152,11 @@ def build_batch(plan: StepPlan, buckets: Buckets, num_pages: int) -> ForwardBatc
             batch.targets[rows] = segment.targets
         if segment.sample is not None:
             batch.sample_rows[num_samples] = rows.stop - 1
-            for name in ("temperature", "top_p", "top_k", "seed", "choice"):
+            for name in ("temperature", "top_p", "top_k", "min_p", "seed", "choice"):
                 getattr(batch.sampling, name)[num_samples] = getattr(segment.sample, name)
             batch.sampling.position[num_samples] = segment.stop
+            batch.sampling.slot[num_samples] = segment.slot
+            batch.sampling.num_top[num_samples] = segment.sample.top_logprobs
             num_samples += 1
     _cut_tiles(batch, segments, first_rows, lengths)
     _place_writes(batch, plan, first_rows, buckets)
@@ -227,6 +232,7 @@ def _check_segment(segment: Segment, where: str, buckets: Buckets, num_pages: in
         raise ValueError(f"{where}: feed={segment.feed} must be below {buckets.max_segments}, the samples of a step.")
     if segment.feed < 0 and segment.tokens.min() < 0:
         raise ValueError(f"{where}: token {segment.tokens.min()} is negative and no sample is fed.")
+    _check_slot(segment, where, buckets)
     num_used = -(-segment.stop // buckets.page_size)
     if num_used > buckets.max_pages:
         raise ValueError(
@@ -238,3 +244,18 @@ def _check_segment(segment: Segment, where: str, buckets: Buckets, num_pages: in
     if used.min() < 0 or used.max() >= num_pages:
         bad = used[(used < 0) | (used >= num_pages)][0]
         raise ValueError(f"{where}: page id {bad} must be in [0, {num_pages}).")
+
+
+def _check_slot(segment: Segment, where: str, buckets: Buckets) -> None:
+    if segment.sample is not None and segment.sample.needs_slot and segment.slot < 0:
+        raise ValueError(f"{where}: slot={segment.slot}, but its sampling needs one in [0, {buckets.max_segments}).")
+    if segment.slot >= buckets.max_segments:
+        raise ValueError(f"{where}: slot={segment.slot} must be below {buckets.max_segments}, the slots there are.")
+    if segment.slot >= 0 and segment.sample is None:
+        raise ValueError(f"{where}: slot={segment.slot} of a segment that samples nothing.")
+    start = segment.slot_start
+    if start is not None and (segment.slot < 0 or len(start.tokens) != segment.stop - 1):
+        raise ValueError(
+            f"{where}: slot={segment.slot} starts with {len(start.tokens)} tokens; it needs a slot, and the "
+            f"{segment.stop - 1} tokens before its last one."
+        )

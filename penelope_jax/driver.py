@@ -3,7 +3,7 @@
 import dataclasses
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -21,11 +21,15 @@ from penelope_jax.events import (
     RequestMetrics,
     Sampled,
     Scored,
+    Stop,
     Submit,
     Update,
 )
 from penelope_jax.segments import SamplingParams, Segment, StepDone, StepPlan
 from penelope_jax.state import EngineState, make_state
+
+# Is told each output token of a request, in order; returns whether the request is over with it.
+Watch = Callable[[int], bool]
 
 
 class Executor(Protocol):
@@ -89,6 +93,7 @@ class Driver:
         self._flying: list[Any] = []  # dispatched and not collected, oldest first
         self._next_id = 0
         self._announced: set[int] = set()
+        self._watched: dict[int, tuple[Watch, int]] = {}  # of a request: who watches, and the length of its prompt
         self._pending: list[Update] = []
 
     @property
@@ -103,6 +108,7 @@ class Driver:
         *,
         session_id: str = "",
         cache_salt: str = "",
+        watch: Watch | None = None,
     ) -> int:
         """Queues a request.
 
@@ -111,6 +117,8 @@ class Driver:
             sampling: how to sample.
             session_id: whose turn it is; for reports only.
             cache_salt: requests with different salts share no cache.
+            watch: is told each output token before the next step is planned; where it returns True the request ends
+                with reason `stop`. `TextStream.push` ends requests at stop strings.
 
         Returns:
             The id that updates will carry.
@@ -131,7 +139,58 @@ class Driver:
         for update in self._apply(event):
             if isinstance(update, Refused):
                 raise ValueError(update.message)
+        if watch is not None:
+            self._watched[request_id] = (watch, len(event.tokens))
         return request_id
+
+    def submit_many(
+        self,
+        tokens,
+        sampling: SamplingParams = SamplingParams(),
+        number: int = 1,
+        *,
+        session_id: str = "",
+        cache_salt: str = "",
+        watches: Sequence[Watch] | None = None,
+    ) -> list[int]:
+        """Queues `number` requests of one prompt, with `choice` 0, 1, ...; the prompt is computed once.
+
+        Args:
+            tokens: as in `submit`.
+            sampling: how to sample; its `choice` does not matter.
+            number: how many.
+            session_id: as in `submit`.
+            cache_salt: as in `submit`.
+            watches: one for each; None: none.
+
+        Returns:
+            Their ids, by choice.
+
+        Raises:
+            ValueError: they can never run, or `number` is below 1 or not the number of watches; none is queued.
+        """
+        if number < 1:
+            raise ValueError(f"{number=} of choices must be at least 1.")
+        if watches is not None and len(watches) != number:
+            raise ValueError(f"{len(watches)} watches for {number=} choices; there must be one for each.")
+        return [
+            self.submit(
+                tokens,
+                dataclasses.replace(sampling, choice=choice),
+                session_id=session_id,
+                cache_salt=cache_salt,
+                watch=None if watches is None else watches[choice],
+            )
+            for choice in range(number)
+        ]
+
+    def stop(self, request_id: int, num_tokens: int) -> None:
+        """Ends a request with reason `stop` after its first `num_tokens` outputs; its `Finished` comes with a step.
+
+        Raises:
+            ValueError: it has not sampled that many, or `num_tokens` is below 1.
+        """
+        self._pending.extend(self._apply(Stop(request_id=request_id, num_tokens=num_tokens, time_s=self.clock())))
 
     def abort(self, request_id: int) -> None:
         """Ends a request. What it computed stays as cache; its `Finished` comes with the next step."""
@@ -173,22 +232,35 @@ class Driver:
             updates.extend(self._apply(dataclasses.replace(done, time_s=self.clock())))
         return updates
 
-    def _apply(self, event: Event) -> tuple[Update, ...]:
+    def _apply(self, event: Event) -> list[Update]:
         if self.log is not None:
             self.log.event(event)
-        self.state, updates = engine.apply(self.state, (event,))
-        for update in updates:
-            if isinstance(update, Finished):
-                self._announced.discard(update.request_id)
+        self.state, applied = engine.apply(self.state, (event,))
+        updates = list(applied)
+        stops: dict[int, int] = {}
+        for update in applied:
+            match update:
+                case Sampled(request_id=id_) if id_ in self._watched:
+                    watch, prompt_len = self._watched[id_]
+                    if watch(update.token):
+                        stops[id_] = update.position + 1 - prompt_len
+                case Finished(request_id=id_):
+                    self._announced.discard(id_)
+                    self._watched.pop(id_, None)
+                    stops.pop(id_, None)
+        for request_id, num_tokens in stops.items():
+            updates.extend(self._apply(Stop(request_id=request_id, num_tokens=num_tokens, time_s=self.clock())))
         return updates
 
-    def generate(self, tokens, sampling: SamplingParams = SamplingParams(), **names: str) -> GenerateResult:
+    def generate(self, tokens, sampling: SamplingParams = SamplingParams(), **options: Any) -> GenerateResult:
         """Runs steps until one request is done. Updates of other requests are kept for the next `step`.
+
+        `options` are those of `submit`.
 
         Raises:
             ValueError: it can never run.
         """
-        request_id = self.submit(tokens, sampling, **names)
+        request_id = self.submit(tokens, sampling, **options)
         sampled: list[Sampled] = []
         scores: list[np.ndarray] = []
         others: list[Update] = []
@@ -223,14 +295,18 @@ class HashExecutor:
         self.vocab_size = vocab_size
 
     def dispatch(self, plan: StepPlan) -> StepDone:
-        """Makes up the samples of a plan; log-probabilities are -1."""
+        """Makes up the samples of a plan; log-probabilities are -1, of the ranks below -2, -3 and so on."""
         sampling = [segment for segment in plan.segments if segment.sample is not None]
         scored = [segment.targets for segment in plan.segments if segment.targets is not None]
+        tokens = np.array([self._token(segment) for segment in sampling], np.int32)
+        ranks = np.broadcast_to(np.arange(plan.top_logprobs, dtype=np.int32), (len(tokens), plan.top_logprobs))
         return StepDone(
             step=plan.step,
-            tokens=np.array([self._token(segment) for segment in sampling], np.int32),
+            tokens=tokens,
             logprobs=np.full(len(sampling), -1.0, np.float32),
             scores=tuple(np.where(targets >= 0, -1.0, np.nan).astype(np.float32) for targets in scored),
+            top_tokens=(tokens[:, None] + ranks) % self.vocab_size if plan.top_logprobs else None,
+            top_logprobs=np.subtract(-1, ranks, dtype=np.float32) if plan.top_logprobs else None,
         )
 
     def collect(self, pending: StepDone, time_s: float = 0.0) -> StepDone:

@@ -18,6 +18,7 @@ from penelope_jax.events import (
     Refused,
     Sampled,
     Scored,
+    Stop,
     Submit,
     Update,
 )
@@ -38,7 +39,8 @@ def apply(state: EngineState, events: tuple[Event, ...] | list[Event]) -> tuple[
         The next state, and what clients should hear of.
 
     Raises:
-        ValueError: a step that is not the oldest in flight, a request id used twice, or results of the wrong shape.
+        ValueError: a step that is not the oldest in flight, a request id used twice, results of the wrong shape,
+            or a stop at tokens that were not sampled.
         TypeError: not an event.
     """
     updates: list[Update] = []
@@ -51,6 +53,8 @@ def apply(state: EngineState, events: tuple[Event, ...] | list[Event]) -> tuple[
                 state = _submit(state, event, updates)
             case Abort():
                 state = _abort(state, event, updates)
+            case Stop():
+                state = _stop(state, event, updates)
             case StepDone():
                 state = _step_done(state, event, updates)
             case Flush():
@@ -73,7 +77,14 @@ def refusal_of(config: EngineConfig, event: Submit) -> str | None:
     start = event.sampling.prompt_logprobs_from
     if start is not None and start >= len(tokens):
         return f"prompt_logprobs_from={start} must be below the prompt's {len(tokens)} tokens."
-    return refusal(config, len(tokens), event.sampling.max_tokens)
+    for token, _ in event.sampling.logit_bias:
+        if token >= config.vocab_size:
+            return f"logit_bias: token id {token} is outside [0, {config.vocab_size})."
+    message = refusal(config, len(tokens), event.sampling.max_tokens)
+    room = resolved_max_tokens(config, len(tokens), event.sampling.max_tokens)
+    if message is None and event.sampling.min_tokens > room:
+        return f"min_tokens={event.sampling.min_tokens} exceeds the {room} tokens that context and pool leave."
+    return message
 
 
 def _submit(state: EngineState, event: Submit, updates: list[Update]) -> EngineState:
@@ -114,6 +125,28 @@ def _abort(state: EngineState, event: Abort, updates: list[Update]) -> EngineSta
     return state
 
 
+def _stop(state: EngineState, event: Stop, updates: list[Update]) -> EngineState:
+    for request in (*state.waiting, *state.running):
+        if request.request_id == event.request_id and request.leaving != "abort":
+            break
+    else:
+        return state
+    if not 1 <= event.num_tokens <= request.output_len:
+        raise ValueError(
+            f"request {event.request_id} stops at {event.num_tokens} tokens; it has sampled {request.output_len}."
+        )
+    num_dropped = request.output_len - event.num_tokens
+    num_kept = max(0, len(request.outputs) - num_dropped)
+    num_cut = request.num_cut + num_dropped - (len(request.outputs) - num_kept)
+    stopped = dataclasses.replace(request, outputs=request.outputs[:num_kept], num_cut=num_cut, leaving="stop")
+    if any(other is request for other in state.waiting):
+        updates.append(_finished(stopped, "stop"))
+        waiting = tuple(other for other in state.waiting if other is not request)
+        return dataclasses.replace(state, waiting=waiting, counters=count(state.counters, finished=1))
+    running = tuple(stopped if other is request else other for other in state.running)
+    return _let_go(dataclasses.replace(state, running=running), updates)
+
+
 def _step_done(state: EngineState, event: StepDone, updates: list[Update]) -> EngineState:
     if not state.in_flight or state.in_flight[0].step != event.step:
         waiting_for = [flight.step for flight in state.in_flight]
@@ -129,14 +162,17 @@ def _step_done(state: EngineState, event: StepDone, updates: list[Update]) -> En
             f"step {event.step} returned {len(event.logprobs)} log-probabilities for {len(event.tokens)} samples."
         )
     running = {request.request_id: request for request in state.running}
-    for request_id, token, logprob in zip(flight.sampled, event.tokens.tolist(), event.logprobs.tolist()):
+    tops = _tops(event, [running[request_id].sampling.top_logprobs for request_id in flight.sampled])
+    for request_id, token, logprob, top in zip(
+        flight.sampled, event.tokens.tolist(), event.logprobs.tolist(), tops, strict=True
+    ):
         request = running[request_id]
         outputs, leaving = request.outputs, request.leaving
         if leaving in ("", "retract"):
             position = len(request.prompt) + len(outputs)
-            updates.append(Sampled(request_id=request_id, token=token, logprob=logprob, position=position))
+            updates.append(Sampled(request_id=request_id, token=token, logprob=logprob, position=position, top=top))
             outputs = (*outputs, token)
-            if token in request.sampling.stop_token_ids:
+            if token in request.sampling.end_token_ids and request.output_len >= request.sampling.min_tokens:
                 leaving = "stop"
             elif request.output_len + 1 >= request.max_tokens:
                 leaving = "length"
@@ -155,6 +191,22 @@ def _step_done(state: EngineState, event: StepDone, updates: list[Update]) -> En
             updates.append(Scored(request_id=request_id, start=start, logprobs=values, reused=reused))
             running[request_id] = dataclasses.replace(request, score_pos=start + num_rows)
     return _let_go(dataclasses.replace(state, running=tuple(running.values()), in_flight=tuple(rest)), updates)
+
+
+def _tops(event: StepDone, wanted: list[int]) -> list[tuple[tuple[int, float], ...]]:
+    """Returns the most probable tokens of each sample, as many as it wants."""
+    most = max(wanted, default=0)
+    if not most:
+        return [()] * len(wanted)
+    shapes = [None if part is None else part.shape for part in (event.top_tokens, event.top_logprobs)]
+    if shapes != [(len(wanted), most)] * 2:
+        raise ValueError(
+            f"step {event.step} returned {shapes[0]} most probable tokens with {shapes[1]} log-probabilities; "
+            f"{(len(wanted), most)} were planned."
+        )
+    assert event.top_tokens is not None and event.top_logprobs is not None, "compared above"
+    rows = zip(event.top_tokens.tolist(), event.top_logprobs.tolist(), wanted)
+    return [tuple(zip(tokens[:number], logprobs[:number])) for tokens, logprobs, number in rows]
 
 
 def _let_go(state: EngineState, updates: list[Update]) -> EngineState:

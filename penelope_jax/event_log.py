@@ -34,7 +34,7 @@ import numpy as np
 
 from penelope_jax.config import EngineConfig, Policy, policy_named
 from penelope_jax.errors import InputError
-from penelope_jax.events import Abort, Event, Flush, Submit
+from penelope_jax.events import Abort, Event, Flush, Stop, Submit
 from penelope_jax.prompt_store import Place, PromptStore
 from penelope_jax.segments import SamplingParams, StepDone, StepPlan
 from penelope_jax.value_bytes import ByteReader, brief_bytes, put_array, put_count, put_fields, put_text
@@ -58,9 +58,16 @@ class Kind(enum.IntEnum):
     FLUSH = 5
     PLAN = 6
     END = 7
+    STOP = 8
 
 
-_EVENTS: dict[Kind, type] = {Kind.SUBMIT: Submit, Kind.ABORT: Abort, Kind.DONE: StepDone, Kind.FLUSH: Flush}
+_EVENTS: dict[Kind, type] = {
+    Kind.SUBMIT: Submit,
+    Kind.ABORT: Abort,
+    Kind.DONE: StepDone,
+    Kind.FLUSH: Flush,
+    Kind.STOP: Stop,
+}
 _KIND_OF = {cls: kind for kind, cls in _EVENTS.items()}
 
 
@@ -248,8 +255,8 @@ class EventLogWriter:
 class LogEntries:
     """The entries of a log after its header, in order: (kind, event), where a call of `plan` comes as `Planned`.
 
-    Kinds are `submit`, `abort`, `done`, `flush` and `plan`. Iterating raises InputError at a record that is damaged; all
-    entries before it were right.
+    Kinds are `submit`, `abort`, `stop`, `done`, `flush` and `plan`. Iterating raises InputError at a record that is
+    damaged; all entries before it were right.
 
     Attributes:
         path: the file.

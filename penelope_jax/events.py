@@ -40,13 +40,30 @@ class Abort:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Stop:
+    """A request is over because of its text: a stop string, which only its reader can see.
+
+    An id that is unknown or already finished is ignored: the two may cross.
+
+    Attributes:
+        request_id: the request.
+        num_tokens: outputs that count, from 1 to those sampled; what came behind them is dropped.
+        time_s: when.
+    """
+
+    request_id: int
+    num_tokens: int
+    time_s: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Flush:
     """Drop all K/V that no request holds."""
 
     time_s: float = 0.0
 
 
-Event = Submit | Abort | Flush | StepDone
+Event = Submit | Abort | Stop | Flush | StepDone
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,12 +105,21 @@ class Admitted:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Sampled:
-    """An output token. `position` is its place in the history; `logprob` is under the untempered distribution."""
+    """An output token.
+
+    Attributes:
+        request_id: the request.
+        token: its id.
+        logprob: under the untempered distribution.
+        position: its place in the history.
+        top: the `top_logprobs` most probable tokens and their log-probabilities, best first.
+    """
 
     request_id: int
     token: int
     logprob: float
     position: int
+    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,7 +145,7 @@ class Finished:
 
     Attributes:
         request_id: the request.
-        reason: `stop` (a stop token), `length` (max_tokens) or `abort`.
+        reason: `stop` (an ending token or a stop string), `length` (max_tokens) or `abort`.
         metrics: None when it was aborted before it ran.
         output_len: tokens sampled.
         num_retractions: how often it was sent back to the queue.

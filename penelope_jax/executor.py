@@ -23,7 +23,8 @@ from penelope_jax.kernels.paged_attention import resolve_implementation
 from penelope_jax.kernels.q_tiles import decode_q_tile, prefill_q_tile, tiles_agree
 from penelope_jax.models.config import ModelConfig
 from penelope_jax.models.layers import Params
-from penelope_jax.segments import StepDone, StepPlan
+from penelope_jax.sampling_slots import put_slot, slot_of, slots_like
+from penelope_jax.segments import SamplingParams, Segment, SlotStart, StepDone, StepPlan
 
 _READ_PAGES = 16  # pages gathered at once
 
@@ -35,12 +36,14 @@ class PendingStep:
     Attributes:
         step: the plan's number.
         num_samples: samples of it.
+        top_logprobs: how many of the most probable tokens are wanted with each.
         score_rows: half-open spans of rows, one for each segment with targets.
         outputs: arrays on the device, perhaps not computed yet.
     """
 
     step: int
     num_samples: int
+    top_logprobs: int
     score_rows: tuple[tuple[int, int], ...]
     outputs: StepOutputs
 
@@ -123,6 +126,8 @@ class JaxExecutor:
         self.kv_pool = _zeros(shape, config.dtype, NamedSharding(mesh, POOL_SPEC))
         replicated = NamedSharding(mesh, PartitionSpec())
         self._last_samples = _zeros((max_segments,), "int32", replicated)
+        shapes = slots_like(max_segments, config.vocab_size)
+        self._slots = jax.tree.map(lambda like: _zeros(like.shape, like.dtype.name, replicated), shapes)
 
     @property
     def num_compilations(self) -> int:
@@ -147,6 +152,7 @@ class JaxExecutor:
             outputs = self._start(padding_batch(self.buckets, num_rows, scoring=scoring))
             jax.block_until_ready(outputs)
         self.read_pages([0])
+        self._start_slot(0, SamplingParams(), SlotStart(np.zeros(0, np.int32), 0))
         if progress is not None:
             progress(len(shapes), len(shapes))
         return len(shapes)
@@ -155,17 +161,24 @@ class JaxExecutor:
         """Starts a step and does not wait for it.
 
         Raises:
-            ValueError: the plan does not fit the buckets or the pool; nothing has started then.
+            ValueError: the plan does not fit the buckets, the pool or the vocabulary; nothing has started then.
         """
         scored = tuple(segment.targets is not None for segment in plan.segments)
         if any(scored) and not self.scoring:
             raise ValueError(f"step {plan.step} scores tokens; this executor was made with scoring=False.")
         batch = build_batch(plan, self.buckets, self.num_pages)
+        starts = [segment for segment in plan.segments if segment.slot_start is not None]
+        for segment in starts:
+            self._check_slot_start(plan.step, segment)
+        for segment in starts:
+            assert segment.sample is not None and segment.slot_start is not None, "checked when the batch was built"
+            self._start_slot(segment.slot, segment.sample, segment.slot_start)
         stops = np.cumsum([segment.stop - segment.start for segment in plan.segments]).tolist()
         spans = zip([0, *stops[:-1]], stops, strict=True) if stops else ()
         return PendingStep(
             step=plan.step,
             num_samples=plan.num_samples,
+            top_logprobs=plan.top_logprobs,
             score_rows=tuple(span for span, wanted in zip(spans, scored, strict=True) if wanted),
             outputs=self._start(batch),
         )
@@ -177,13 +190,19 @@ class JaxExecutor:
             pending: what `dispatch` returned.
             time_s: put into the event as it is.
         """
-        outputs: StepOutputs = jax.device_get(pending.outputs)
+        outputs = pending.outputs
+        if not pending.top_logprobs:
+            outputs = outputs.replace(top_tokens=None, top_logprobs=None)  # they stay where they are
+        outputs: StepOutputs = jax.device_get(outputs)
+        best, number = slice(pending.num_samples), pending.top_logprobs
         return StepDone(
             step=pending.step,
             tokens=np.array(outputs.tokens[: pending.num_samples]),
             logprobs=np.array(outputs.logprobs[: pending.num_samples]),
             scores=tuple(np.array(outputs.scores[start:stop]) for start, stop in pending.score_rows),
             time_s=time_s,
+            top_tokens=np.array(outputs.top_tokens[best, :number]) if number else None,
+            top_logprobs=np.array(outputs.top_logprobs[best, :number]) if number else None,
         )
 
     def run(self, plan: StepPlan, time_s: float = 0.0) -> StepDone:
@@ -229,14 +248,30 @@ class JaxExecutor:
     def _start(self, batch: ForwardBatch) -> StepOutputs:
         self._check_pool()
         # An interrupt between the call and the assignment loses the pool; `_check_pool` then says so.
-        self.kv_pool, outputs = forward_step(
-            self.config, self.settings, self.params, self.kv_pool, batch, self._last_samples
+        self.kv_pool, self._slots, outputs = forward_step(
+            self.config, self.settings, self.params, self.kv_pool, batch, self._last_samples, self._slots
         )
         self._last_samples = outputs.tokens
         return outputs
 
+    def _start_slot(self, index: int, sampling: SamplingParams, start: SlotStart) -> None:
+        slot = slot_of(sampling, start, self.config.vocab_size)
+        replicated = NamedSharding(self.settings.mesh, PartitionSpec())
+        self._slots = put_slot(self._slots, np.int32(index), slot, sharding=replicated)
+
+    def _check_slot_start(self, step: int, segment: Segment) -> None:
+        assert segment.sample is not None and segment.slot_start is not None, "checked when the batch was built"
+        biased = np.array([token for token, _ in segment.sample.logit_bias], np.int64)
+        for name, tokens in (("its history", segment.slot_start.tokens), ("logit_bias", biased)):
+            bad = tokens[(tokens < 0) | (tokens >= self.config.vocab_size)]
+            if len(bad):
+                raise ValueError(
+                    f"step {step}: token id {bad[0]} of {name} of request {segment.request_id} is outside "
+                    f"[0, {self.config.vocab_size})."
+                )
+
     def _check_pool(self) -> None:
-        if self.kv_pool.is_deleted():
+        if self.kv_pool.is_deleted() or self._slots.marks.is_deleted():
             raise RuntimeError("the KV pool was lost when a step was interrupted; make a new executor.")
 
     def _check_page(self, page_id: int) -> None:

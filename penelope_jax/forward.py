@@ -24,7 +24,8 @@ from penelope_jax.kernels.paged_attention import ragged_paged_attention
 from penelope_jax.models import layers
 from penelope_jax.models.config import ModelConfig
 from penelope_jax.models.layers import Params
-from penelope_jax.sampling import Array, SamplingRows, sample
+from penelope_jax.sampling import Array, SamplingRows, sample, top_tokens
+from penelope_jax.sampling_slots import Slots, adjusted, count_tokens
 
 POOL_SPEC = PartitionSpec(None, None, None, "tensor", None, None)  # of [P, L, 2, K, page_size, H]
 HEADS_SPEC = PartitionSpec(None, "tensor", None)  # of [T, N or K, H]
@@ -59,10 +60,12 @@ class StepOutputs:
 
     tokens: jax.Array  # i32[S], samples in the order of the segments that sample
     logprobs: jax.Array  # f32[S], of those tokens under the untempered distribution
+    top_tokens: jax.Array  # i32[S, K], the most probable tokens, best first; zeros when no sample asks for any
+    top_logprobs: jax.Array  # f32[S, K], of these
     scores: jax.Array  # f32[T], log-probabilities of the targets, NaN where there is none; f32[0] without targets
 
 
-@functools.partial(jax.jit, static_argnames=("config", "settings"), donate_argnames=("kv_pool",))
+@functools.partial(jax.jit, static_argnames=("config", "settings"), donate_argnames=("kv_pool", "slots"))
 def forward_step(
     config: ModelConfig,
     settings: StepSettings,
@@ -70,7 +73,8 @@ def forward_step(
     kv_pool: jax.Array,
     batch: ForwardBatch,
     last_samples: jax.Array,
-) -> tuple[jax.Array, StepOutputs]:
+    slots: Slots,
+) -> tuple[jax.Array, Slots, StepOutputs]:
     """Computes one step.
 
     Args:
@@ -80,9 +84,10 @@ def forward_step(
         kv_pool: [P, L, 2, K, page_size, H]. Consumed: the array passed in is deleted.
         batch: the step.
         last_samples: i32[S], `StepOutputs.tokens` of the step before.
+        slots: what sampling remembers of requests. Consumed, like the pool.
 
     Returns:
-        The pool with the K/V of the batch, and the outputs.
+        The pool with the K/V of the batch, the slots with its tokens counted, and the outputs.
     """
     by_tiles = settings.deterministic
 
@@ -105,13 +110,15 @@ def forward_step(
     steps = (params.layers, jnp.arange(config.num_layers, dtype=jnp.int32))
     (x, kv_pool), _ = jax.lax.scan(layer_step, (x, kv_pool), steps)
 
+    slots = count_tokens(slots, batch.sampling, tokens[batch.sample_rows])
     outputs = StepOutputs(
-        *draw_samples(config, params, x[batch.sample_rows], batch.sampling, batch.num_samples, by_tiles),
+        *draw_samples(config, params, x[batch.sample_rows], batch.sampling, slots, batch.num_samples, by_tiles),
         scores=score_rows(config, params, x, batch.targets, batch.num_tokens),
     )
     replicated = NamedSharding(settings.mesh, PartitionSpec())
     kv_pool = jax.lax.with_sharding_constraint(kv_pool, NamedSharding(settings.mesh, POOL_SPEC))
-    return kv_pool, jax.lax.with_sharding_constraint(outputs, replicated)
+    slots, outputs = jax.lax.with_sharding_constraint((slots, outputs), replicated)
+    return kv_pool, slots, outputs
 
 
 def map_row_tiles(function: Callable[..., Any], num_rows: Array, tile: int, *rows: Any) -> Any:
@@ -205,18 +212,21 @@ def draw_samples(
     params: Params,
     x: jax.Array,
     sampling: SamplingRows,
+    slots: Slots,
     num_samples: Array,
     by_tiles: bool,
-) -> tuple[jax.Array, jax.Array]:
-    """Samples the rows x [S, D] that left the last layer; returns i32[S] tokens and f32[S] log-probabilities."""
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Samples the rows x [S, D] that left the last layer; returns the first four fields of `StepOutputs`."""
 
     def head(x):
         logits = layers.logits(config, params, x)
         return logits, jax.nn.logsumexp(logits, axis=-1)
 
     def draw(logits, log_total, sampling):
-        tokens = sample(logits, sampling)
-        return tokens, jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0] - log_total
+        tokens = sample(adjusted(logits, sampling, slots), sampling)
+        logprobs = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0] - log_total
+        best, best_logits = top_tokens(logits, sampling)
+        return tokens, logprobs, best, best_logits - log_total[:, None]
 
     with jax.named_scope("sample"):
         if not by_tiles:

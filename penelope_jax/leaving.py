@@ -62,6 +62,7 @@ def release(
             next_pos=0,
             outputs=(),
             feed=-1,
+            slot=-1,
             last_step=-1,
             leaving="",
         ),

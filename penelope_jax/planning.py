@@ -13,7 +13,7 @@ from penelope_jax.admission import admit, claimed_pages, evictable_pages
 from penelope_jax.config import InsertUnit
 from penelope_jax.leaving import release, with_retracted
 from penelope_jax.pages import NO_PAGE, frozen
-from penelope_jax.segments import EvictedSpan, Segment, SegmentKind, StepPlan
+from penelope_jax.segments import EvictedSpan, Segment, SegmentKind, SlotStart, StepPlan
 from penelope_jax.state import EngineState, InFlight, Request, count
 
 _COUNTER_OF = {
@@ -140,6 +140,8 @@ class _Planner:
         else:
             tokens = request.prompt[start:stop]
         num_pages = -(-stop // self.page_size)
+        slot = request.slot if sample else -1
+        begins = slot >= 0 and kind is not SegmentKind.DECODE
         self.segments.append(
             Segment(
                 request_id=request.request_id,
@@ -152,6 +154,8 @@ class _Planner:
                 sample=request.sampling if sample else None,
                 targets=targets,
                 feed=feed,
+                slot=slot,
+                slot_start=SlotStart(request.prompt[:-1], request.original_len) if begins else None,
             )
         )
         self.tokens_left -= stop - start
@@ -328,6 +332,9 @@ class _Planner:
                 break
             if request.request_id in self.retracted:
                 break
+            slot = self.free_slot() if request.sampling.needs_slot else -1
+            if slot == self.config.max_step_segments:
+                break
             cache, admitted = admit(self.cache, self.config, request)
             claimed = sum(claimed_pages(self.config, other) for other in (*self.running, admitted))
             free = cache.device.num_free + evictable_pages(cache, self.config, (*self.running, admitted))
@@ -335,9 +342,15 @@ class _Planner:
                 break
             self.cache = cache
             self.waiting = tuple(other for other in self.waiting if other.request_id != request.request_id)
+            admitted = dataclasses.replace(admitted, slot=slot)
             self.running.append(admitted)
             self.tell("admitted", int(request.metrics is None))
             self.extend(admitted)
+
+    def free_slot(self) -> int:
+        """Returns the smallest slot that no running request has; there are as many as rows of a step."""
+        taken = {request.slot for request in self.running}
+        return next(slot for slot in range(len(taken) + 1) if slot not in taken)
 
     def finish(self) -> tuple[EngineState, StepPlan | None]:
         state = dataclasses.replace(

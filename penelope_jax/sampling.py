@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from penelope_jax.segments import MAX_TOP_LOGPROBS
+
 Array = np.ndarray | jax.Array
 
 
@@ -21,16 +23,20 @@ class SamplingRows:
     temperature: Array  # f32[R]; 0 is greedy
     top_p: Array  # f32[R]; 1 keeps all
     top_k: Array  # i32[R]; 0 keeps all
+    min_p: Array  # f32[R]; 0 keeps all
     seed: Array  # u32[R]
     choice: Array  # i32[R]
     position: Array  # i32[R], the position the drawn token will stand at
+    slot: Array  # i32[R], see `sampling_slots.py`; -1: none
+    num_top: Array  # i32[R], how many of the most probable tokens are wanted
 
 
 def sample(logits: jax.Array, rows: SamplingRows) -> jax.Array:
     """Draws a token for every row.
 
-    Greedy rows take the first largest logit. Other rows divide by the temperature, keep the `top_k` largest, of those
-    the smallest set of largest ones whose mass reaches `top_p`, and draw from what is left.
+    Greedy rows take the first largest logit. Other rows divide by the temperature, keep what is at least `min_p` times
+    as probable as the most probable, of that the `top_k` largest, of those the smallest set of largest ones whose mass
+    reaches `top_p`, and draw from what is left.
 
     Args:
         logits: f32[R, V].
@@ -54,6 +60,28 @@ def row_keys(rows: SamplingRows) -> jax.Array:
     return jax.vmap(one)(rows.seed, rows.choice, rows.position)
 
 
+def top_tokens(logits: jax.Array, rows: SamplingRows) -> tuple[jax.Array, jax.Array]:
+    """Returns the largest logits of every row, largest first, equal ones by token id.
+
+    Args:
+        logits: f32[R, V].
+        rows: options of the R rows; if none wants any, nothing is looked for and all is zero.
+
+    Returns:
+        i32[R, K] token ids and f32[R, K] logits; K is MAX_TOP_LOGPROBS, or V if that is less.
+    """
+    num_rows, number = logits.shape[0], min(MAX_TOP_LOGPROBS, logits.shape[1])
+
+    def find():
+        values, tokens = jax.lax.top_k(logits, number)
+        return tokens.astype(jnp.int32), values
+
+    def nothing():
+        return jnp.zeros((num_rows, number), jnp.int32), jnp.zeros((num_rows, number), logits.dtype)
+
+    return jax.lax.cond(jnp.any(jnp.asarray(rows.num_top) > 0), find, nothing)
+
+
 def keep_candidates(scaled: jax.Array, top_k: Array, top_p: Array) -> jax.Array:
     """Replaces by -inf what top-k, and then top-p of the rest, exclude.
 
@@ -73,8 +101,15 @@ def keep_candidates(scaled: jax.Array, top_k: Array, top_p: Array) -> jax.Array:
     return jnp.where(kept & (nucleus | (top_p >= 1)[:, None]), scaled, -jnp.inf)
 
 
+def keep_probable(scaled: jax.Array, min_p: Array) -> jax.Array:
+    """Replaces by -inf what is less than `min_p` times as probable as the most probable; f32[R, V], f32[R]."""
+    least = scaled.max(axis=-1) + jnp.log(min_p)  # log 0 is -inf
+    return jnp.where(scaled >= least[:, None], scaled, -jnp.inf)
+
+
 def _draw(logits: jax.Array, rows: SamplingRows) -> jax.Array:
     scaled = logits / jnp.where(rows.temperature > 0, rows.temperature, 1.0)[:, None]
+    scaled = jax.lax.cond(jnp.any(rows.min_p > 0), lambda: keep_probable(scaled, rows.min_p), lambda: scaled)
     unrestricted = jnp.all((rows.top_k == 0) & (rows.top_p >= 1))
     scaled = jax.lax.cond(unrestricted, lambda: scaled, lambda: keep_candidates(scaled, rows.top_k, rows.top_p))
     # argmax(logits + Gumbel noise) is a draw from softmax(logits).

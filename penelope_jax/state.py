@@ -40,8 +40,10 @@ class Request:
         num_owned: missing pages of the path that this request must fill.
         next_pos: every position below it is resident, or planned by this request.
         outputs: tokens sampled since the last admission.
+        num_cut: tokens at the end of the prompt, sampled before a retraction, that do not count: it stopped before them.
         num_in_flight: samples planned and not back.
         feed: index of the last planned sample among the samples of its step.
+        slot: of a running request whose sampling needs one, else -1; no two running requests have the same.
         last_step: last step this request has a row in; -1: none.
         leaving: why it goes once its last step is back; "" while it stays.
     """
@@ -64,8 +66,10 @@ class Request:
     num_owned: int = 0
     next_pos: int = 0
     outputs: tuple[int, ...] = ()
+    num_cut: int = 0
     num_in_flight: int = 0
     feed: int = -1
+    slot: int = -1
     last_step: int = -1
     leaving: str = ""
 
@@ -76,7 +80,7 @@ class Request:
     @property
     def output_len(self) -> int:
         """Tokens sampled over all attempts."""
-        return len(self.prompt) - self.original_len + len(self.outputs)
+        return len(self.prompt) - self.original_len + len(self.outputs) - self.num_cut
 
     @property
     def max_tokens(self) -> int:

@@ -17,11 +17,17 @@ import numpy as np
 _FLOAT = struct.Struct("<d")
 _NOTHING = object()
 
+# Metadata of a dataclass field that came to its class after values of it had been written. Its bytes are left out while
+# it has its default, so values that do not use it keep the bytes they always had. The default can never change: bytes
+# from before the field was there are read with it anyway.
+ADDED = {"added": True}
+
 
 class _Field(NamedTuple):
     name: str
     key: bytes
     default: Any
+    added: bool
 
 
 @functools.cache
@@ -31,7 +37,7 @@ def _fields(cls: type) -> tuple[_Field, ...]:
         key = bytearray()
         put_text(key, field.name)
         default = _NOTHING if field.default is dataclasses.MISSING else field.default
-        fields.append(_Field(field.name, bytes(key), default))
+        fields.append(_Field(field.name, bytes(key), default, field.metadata.get("added", False)))
     return tuple(fields)
 
 
@@ -107,9 +113,9 @@ def put_fields(out: bytearray, value: Any, *, brief: bool = False, without: tupl
         brief: see `put`.
         without: fields left out.
     """
-    for name, key, default in _fields(type(value)):
+    for name, key, default, was_added in _fields(type(value)):
         item = getattr(value, name)
-        if brief and _same(item, default) or name in without:
+        if (brief or was_added) and _same(item, default) or name in without:
             continue
         out += key
         put(out, item, brief=brief)

@@ -1,14 +1,16 @@
 """Histories, plans and models for tests of the jitted step, written by hand: no engine, no cache."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from penelope_jax.executor import JaxExecutor
-from penelope_jax.models import random_weights
+from penelope_jax.models import layers, random_weights
 from penelope_jax.models.config import ModelConfig
+from penelope_jax.models.layers import Params
 from penelope_jax.segments import SamplingParams, Segment, SegmentKind, StepPlan
 
 GREEDY = SamplingParams()
@@ -25,6 +27,21 @@ def geometry(num_heads: int, num_kv_heads: int, head_dim: int, hidden_size: int,
         mlp_size=2 * hidden_size,
         dtype=dtype,
     )
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def dense_logits(config: ModelConfig, params: Params, tokens: jax.Array) -> jax.Array:
+    """Returns f32[T, V], what the model says of the next token at every position, attending to everything at once."""
+    positions = jnp.arange(len(tokens), dtype=jnp.int32)
+    x = layers.embed(config, params, tokens)
+    for index in range(config.num_layers):
+        layer = jax.tree.map(lambda leaf: leaf[index], params.layers)  # noqa: B023
+        q, k, v = layers.qkv(config, layer, x, positions)
+        k, v = (jnp.repeat(heads, config.num_heads // config.num_kv_heads, axis=1) for heads in (k, v))
+        scores = jnp.einsum("qnh,knh->nqk", q, k) * config.head_dim**-0.5
+        scores = jnp.where((positions[:, None] >= positions[None, :])[None], scores, -jnp.inf)
+        x = layers.mix(config, layer, x, jnp.einsum("nqk,knh->qnh", jax.nn.softmax(scores, axis=-1), v))
+    return layers.logits(config, params, x)
 
 
 class History:

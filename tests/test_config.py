@@ -94,9 +94,37 @@ def test_salt_and_weights_are_both_in_the_namespace():
         ({"seed": 2**32}, f"seed={2**32} must be in [0, 2**32)."),
         ({"choice": -1}, "choice=-1 must be at least 0."),
         ({"prompt_logprobs_from": -1}, "prompt_logprobs_from=-1 must be at least 0."),
+        ({"min_p": -0.1}, "min_p=-0.1 must be in [0, 1]."),
+        ({"min_p": float("nan")}, "min_p=nan must be in [0, 1]."),
+        ({"repetition_penalty": 0.0}, "repetition_penalty=0.0 must be finite and above 0."),
+        ({"repetition_penalty": float("inf")}, "repetition_penalty=inf must be finite and above 0."),
+        ({"presence_penalty": 2.1}, "presence_penalty=2.1 must be in [-2, 2]."),
+        ({"frequency_penalty": -3}, "frequency_penalty=-3 must be in [-2, 2]."),
+        ({"logit_bias": ((-1, 1.0),)}, "logit_bias: token id -1 must be at least 0."),
+        ({"logit_bias": ((5, 101),)}, "logit_bias: 101 of token id 5 must be in [-100, 100]."),
+        ({"logit_bias": ((5, 1), (6, 1), (5, 2))}, "logit_bias has 3 entries for 2 token ids; each id once."),
+        ({"min_tokens": -1}, "min_tokens=-1 must be at least 0."),
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens=5 must be at most max_tokens=4."),
+        ({"top_logprobs": 21}, "top_logprobs=21 must be in [0, 20]."),
     ],
 )
 def test_bad_sampling_parameters_are_refused(changes: dict, message: str):
     with pytest.raises(ValueError) as caught:
         SamplingParams(**changes)
     assert str(caught.value) == message
+
+
+def test_what_ends_a_request_and_what_needs_a_slot():
+    assert SamplingParams(stop_token_ids=(1,), eos_token_ids=(2, 3)).end_token_ids == (1, 2, 3)
+    assert SamplingParams(stop_token_ids=(1,), eos_token_ids=(2, 3), ignore_eos=True).end_token_ids == (1,)
+    plain = SamplingParams(temperature=1, min_p=0.1, top_k=4, eos_token_ids=(2,), min_tokens=0, top_logprobs=5)
+    assert not plain.needs_slot and not SamplingParams().needs_slot
+    assert not dataclasses.replace(plain, min_tokens=3, ignore_eos=True).needs_slot, "there is nothing to mask"
+    for change in (
+        {"min_tokens": 3},
+        {"repetition_penalty": 1.1},
+        {"presence_penalty": -0.5},
+        {"frequency_penalty": 0.5},
+        {"logit_bias": ((1, 2),)},
+    ):
+        assert dataclasses.replace(plain, **change).needs_slot, change

@@ -166,7 +166,7 @@ def test_a_refused_plan_leaves_the_executor_as_it_was(executor, params):
 def test_an_interrupt_that_loses_the_pool_is_named(params, monkeypatch):
     executor = JaxExecutor(CONFIG, params, **OPTIONS)
 
-    def interrupted(config, settings, params, kv_pool, batch, last_samples):
+    def interrupted(config, settings, params, kv_pool, batch, last_samples, slots):
         kv_pool.delete()
         raise KeyboardInterrupt
 

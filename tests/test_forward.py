@@ -7,13 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
-from step_world import DRAWN, GREEDY, History, geometry, plan, poison
+from step_world import DRAWN, GREEDY, History, dense_logits, geometry, plan, poison
 
 from penelope_jax.batch import Buckets, build_batch, padding_batch
 from penelope_jax.executor import JaxExecutor
 from penelope_jax.forward import StepSettings, forward_step, map_row_tiles
 from penelope_jax.models import layers, random_weights
 from penelope_jax.models.layers import Params, single_device_mesh
+from penelope_jax.sampling_slots import slots_like
 from penelope_jax.segments import SegmentKind
 
 CONFIG = geometry(4, 2, 16, 64)
@@ -53,19 +54,9 @@ EXECUTORS = {
 }
 
 
-@jax.jit
-def dense_logprobs(params: Params, tokens: jax.Array) -> jax.Array:
-    """Returns f32[T, V], the distribution of the next token at every position, attending to everything at once."""
-    positions = jnp.arange(len(tokens), dtype=jnp.int32)
-    x = layers.embed(CONFIG, params, tokens)
-    for index in range(CONFIG.num_layers):
-        layer = jax.tree.map(lambda leaf: leaf[index], params.layers)  # noqa: B023
-        q, k, v = layers.qkv(CONFIG, layer, x, positions)
-        k, v = (jnp.repeat(heads, CONFIG.num_heads // CONFIG.num_kv_heads, axis=1) for heads in (k, v))
-        scores = jnp.einsum("qnh,knh->nqk", q, k) * CONFIG.head_dim**-0.5
-        scores = jnp.where((positions[:, None] >= positions[None, :])[None], scores, -jnp.inf)
-        x = layers.mix(CONFIG, layer, x, jnp.einsum("nqk,knh->qnh", jax.nn.softmax(scores, axis=-1), v))
-    return jax.nn.log_softmax(layers.logits(CONFIG, params, x), axis=-1)
+def dense_logprobs(params: Params, tokens: np.ndarray) -> jax.Array:
+    """Returns f32[T, V], the distribution of the next token at every position."""
+    return jax.nn.log_softmax(dense_logits(CONFIG, params, tokens), axis=-1)
 
 
 @pytest.mark.parametrize("name", EXECUTORS)
@@ -118,9 +109,12 @@ def test_the_pool_stays_in_place(dtype, deterministic):
     shapes = layers.parameter_shapes(config)
     batch = padding_batch(buckets, 32, scoring=False)
     last_samples = jax.ShapeDtypeStruct((2,), jnp.int32)
-    memory = forward_step.lower(config, settings, shapes, pool, batch, last_samples).compile().memory_analysis()
+    slots = slots_like(2, config.vocab_size)
+    lowered = forward_step.lower(config, settings, shapes, pool, batch, last_samples, slots)
+    memory = lowered.compile().memory_analysis()
     pool_bytes = pool.size * pool.dtype.itemsize
-    assert memory.alias_size_in_bytes >= pool_bytes
+    slot_bytes = sum(part.size * part.dtype.itemsize for part in jax.tree.leaves(slots))
+    assert memory.alias_size_in_bytes >= pool_bytes + slot_bytes
     assert memory.temp_size_in_bytes < pool_bytes / config.num_layers / 4
 
 

@@ -20,9 +20,9 @@ FOLDERS = {
 LAYERS = (
     ("kernels", "kernels.*"),
     ("chat_template", "tokenizer", "models", "models.*"),
-    ("batch", "sampling", "forward", "transfer"),
+    ("batch", "sampling", "sampling_slots", "forward", "transfer"),
     ("executor",),
-    ("driver", "metrics"),
+    ("driver", "metrics", "text_stream"),
     ("experiments", "experiments.*"),
     ("cli",),
 )

@@ -5,14 +5,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from penelope_jax.sampling import SamplingRows, keep_candidates, row_keys, sample
+from penelope_jax.sampling import SamplingRows, keep_candidates, keep_probable, row_keys, sample, top_tokens
+from penelope_jax.segments import MAX_TOP_LOGPROBS
 
 VOCAB = 50
 DRAW = jax.jit(sample)
 KEEP = jax.jit(keep_candidates)
+PROBABLE = jax.jit(keep_probable)
+TOP = jax.jit(top_tokens)
 
 
-def rows(count: int, *, temperature=1.0, top_p=1.0, top_k=0, seed=0, choice=0, position=0) -> SamplingRows:
+def rows(
+    count: int, *, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, seed=0, choice=0, position=0, num_top=0
+) -> SamplingRows:
     def column(value, dtype):
         return np.broadcast_to(np.asarray(value, dtype), (count,)).copy()
 
@@ -20,9 +25,12 @@ def rows(count: int, *, temperature=1.0, top_p=1.0, top_k=0, seed=0, choice=0, p
         temperature=column(temperature, np.float32),
         top_p=column(top_p, np.float32),
         top_k=column(top_k, np.int32),
+        min_p=column(min_p, np.float32),
         seed=column(seed, np.uint32),
         choice=column(choice, np.int32),
         position=column(position, np.int32),
+        slot=column(-1, np.int32),
+        num_top=column(num_top, np.int32),
     )
 
 
@@ -35,9 +43,11 @@ def softmax(x: np.ndarray) -> np.ndarray:
     return weights / weights.sum(axis=-1, keepdims=True)
 
 
-def allowed(scaled: np.ndarray, top_k: int, top_p: float) -> np.ndarray:
-    """Marks by sorting what top-k and then top-p leave of one row."""
+def allowed(scaled: np.ndarray, top_k: int, top_p: float, min_p: float = 0.0) -> np.ndarray:
+    """Marks by sorting what min-p, then top-k and then top-p leave of one row."""
+    shares = softmax(scaled)
     order = np.argsort(-scaled, kind="stable")
+    order = order[shares[order] >= min_p * shares.max()]
     kept = order[:top_k] if top_k else order
     mass = np.cumsum(softmax(scaled[kept]))
     num_kept = len(kept) if top_p >= 1 else int(np.searchsorted(mass, top_p)) + 1
@@ -60,15 +70,17 @@ def test_greedy_is_the_first_largest_logit():
 
 
 @pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p"), [(1.0, 0, 1.0), (0.6, 0, 1.0), (1.0, 7, 1.0), (1.3, 12, 0.8)]
+    ("temperature", "top_k", "top_p", "min_p"),
+    [(1.0, 0, 1.0, 0), (0.6, 0, 1.0, 0), (1.0, 7, 1.0, 0), (1.3, 12, 0.8, 0), (1.0, 0, 1.0, 0.2), (1.3, 9, 0.9, 0.1)],
 )
-def test_distribution(temperature, top_k, top_p):
+def test_distribution(temperature, top_k, top_p, min_p):
     count = 16384
     logits = logits_of(1, seed=5)
     scaled = logits[0] / np.float32(temperature)
-    expected = np.where(allowed(scaled, top_k, top_p), softmax(scaled), 0)
+    expected = np.where(allowed(scaled, top_k, top_p, min_p), softmax(scaled), 0)
     expected /= expected.sum()
-    options = rows(count, temperature=temperature, top_k=top_k, top_p=top_p, position=np.arange(count), seed=3)
+    options = rows(count, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=3)
+    options = options.replace(position=np.arange(count, dtype=np.int32))
     tokens = np.asarray(DRAW(np.repeat(logits, count, axis=0), options))
     found = np.bincount(tokens, minlength=VOCAB) / count
     assert not found[expected == 0].any()
@@ -82,9 +94,10 @@ def test_candidates_against_sorting():
     scaled = logits_of(count, seed=2, scale=3.0)
     top_k = random.integers(0, VOCAB + 5, count).astype(np.int32)
     top_p = np.where(random.random(count) < 0.2, 1.0, random.uniform(0.01, 1, count)).astype(np.float32)
-    kept = np.isfinite(np.asarray(KEEP(scaled, top_k, top_p)))
+    min_p = np.where(random.random(count) < 0.3, 0.0, random.uniform(0, 1, count) ** 3).astype(np.float32)
+    kept = np.isfinite(np.asarray(KEEP(PROBABLE(scaled, min_p), top_k, top_p)))
     for row in range(count):
-        expected = allowed(scaled[row], int(top_k[row]), float(top_p[row]))
+        expected = allowed(scaled[row], int(top_k[row]), float(top_p[row]), float(min_p[row]))
         np.testing.assert_array_equal(kept[row], expected, err_msg=f"{top_k[row]=} {top_p[row]=}")
 
 
@@ -95,6 +108,26 @@ def test_ties_at_the_threshold_are_all_kept():
         assert int(jnp.isfinite(kept).sum()) == expected, (top_k, top_p)
 
 
+def test_min_p_of_one_keeps_the_most_probable_and_of_zero_all():
+    scaled = jnp.array([[1.0, 3.0, 3.0, 2.9999]] * 2)
+    kept = np.isfinite(np.asarray(PROBABLE(scaled, np.array([1, 0], np.float32))))
+    assert kept.tolist() == [[False, True, True, False], [True] * 4]
+
+
+def test_most_probable_tokens_are_sorted_and_cost_nothing_when_nobody_asks():
+    logits = logits_of(6)
+    logits[2, [10, 20, 30]] = 99.0
+    tokens, values = (np.asarray(part) for part in TOP(logits, rows(6, num_top=[0, 3, 0, 0, 20, 0])))
+    order = np.argsort(-logits, axis=-1, kind="stable")[:, :MAX_TOP_LOGPROBS]
+    np.testing.assert_array_equal(tokens, order)
+    np.testing.assert_array_equal(values, np.take_along_axis(logits, order, axis=-1))
+    assert tokens[2, :3].tolist() == [10, 20, 30]
+    tokens, values = TOP(logits, rows(6))
+    assert not np.asarray(tokens).any() and not np.asarray(values).any()
+    tokens, _ = jax.jit(top_tokens)(logits[:, :7], rows(6, num_top=1))
+    assert tokens.shape == (6, 7)
+
+
 def test_a_draw_depends_on_its_key_and_row_alone():
     count = 64
     random = np.random.default_rng(4)
@@ -102,6 +135,7 @@ def test_a_draw_depends_on_its_key_and_row_alone():
         "temperature": random.choice([0.0, 0.7, 1.5], count),
         "top_k": random.choice([0, 3, 20], count),
         "top_p": random.choice([1.0, 0.9, 0.3], count),
+        "min_p": random.choice([0.0, 0.05, 0.5], count),
         "seed": random.integers(0, 2**32, count),
         "choice": random.integers(0, 3, count),
         "position": random.integers(0, 30000, count),
@@ -125,6 +159,13 @@ def test_no_option_recompiles():
     logits = logits_of(5)
     DRAW(logits, rows(5))
     before = DRAW._cache_size()
-    for options in ({"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.5}, {"seed": 9, "choice": 2}, {"position": 7}):
+    for options in (
+        {"temperature": 0.0},
+        {"top_k": 3},
+        {"top_p": 0.5},
+        {"seed": 9, "choice": 2},
+        {"position": 7},
+        {"min_p": 0.1},
+    ):
         DRAW(logits, rows(5, **options))
     assert DRAW._cache_size() == before

@@ -48,7 +48,17 @@ def test_dataclasses_come_back_with_all_their_fields():
         time_s=1.25,
     )
     assert rendered(ByteReader(written(event), CLASSES).value()) == rendered(event)
-    sampling = SamplingParams(temperature=0.5, seed=2**32 - 1, stop_token_ids=(1, 2), max_tokens=None)
+    event = dataclasses.replace(event, top_tokens=np.ones((2, 3), np.int32), top_logprobs=np.ones((2, 3), np.float32))
+    assert rendered(ByteReader(written(event), CLASSES).value()) == rendered(event)
+    sampling = SamplingParams(
+        temperature=0.5,
+        seed=2**32 - 1,
+        stop_token_ids=(1, 2),
+        max_tokens=None,
+        min_p=0.25,
+        logit_bias=((7, -100), (9, 0.5)),
+        ignore_eos=True,
+    )
     assert ByteReader(written(sampling), CLASSES).value() == sampling
 
 
@@ -155,3 +165,10 @@ def test_places_that_do_not_exist():
         store.add(Place(2, 0), np.array([1], np.int32))
     with pytest.raises(ValueError, match="^tail 1 does not reach position 3.$"):
         store.add(Place(1, 3), np.array([1], np.int32))
+
+
+def test_fields_that_were_added_are_left_out_while_nobody_uses_them():
+    plain = written(SamplingParams(temperature=0.5))
+    assert b"temperature" in plain and b"min_p" not in plain and b"top_k" in plain
+    assert b"min_p" in written(SamplingParams(min_p=0.5)) and b"ignore_eos" in written(SamplingParams(ignore_eos=True))
+    assert ByteReader(plain, CLASSES).value() == SamplingParams(temperature=0.5)
