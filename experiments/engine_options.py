@@ -4,9 +4,11 @@ Nothing here imports jax before a model is loaded, so that `penelope --help` and
 """
 
 import argparse
+import contextlib
 import dataclasses
 import math
 import pathlib
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -69,6 +71,9 @@ def add_engine_flags(
     group.add_argument("--dtype", metavar="float32|bfloat16", help="of weights and K/V; default: what the model says")
     group.add_argument("--seed", type=int, default=0, metavar="N", help="of random weights")
     group.add_argument(
+        "--mesh", default="1x1", metavar="DATAxTENSOR", help="devices; on CPU that many are simulated (1x1)"
+    )
+    group.add_argument(
         "--device-tokens",
         type=int,
         metavar="N",
@@ -121,10 +126,26 @@ def load_trace(args: argparse.Namespace, max_context: int) -> Trace:
 def load_model(args: argparse.Namespace) -> "LoadedModel":
     """Loads the model that `args` name, after the cheap checks of the other flags."""
     check_flags(args)
-    from penelope_jax.models import registry
+    data, tensor = mesh_shape(args)
+    import jax
 
+    from penelope_jax.models import layers, registry
+
+    if data * tensor > 1:
+        with contextlib.suppress(RuntimeError):  # too late once devices are in use: then those that are there must do
+            jax.config.update("jax_num_cpu_devices", data * tensor)
+    with bad_input(f"--mesh {args.mesh}"):
+        mesh = layers.device_mesh(data, tensor)
     with bad_input("--model"):
-        return registry.load_model(args.model, dtype=args.dtype, seed=args.seed)
+        return registry.load_model(args.model, dtype=args.dtype, mesh=mesh, seed=args.seed)
+
+
+def mesh_shape(args: argparse.Namespace) -> tuple[int, int]:
+    """Returns (data, tensor) of `--mesh`. Raises InputError if it is not two numbers of at least 1."""
+    found = re.fullmatch(r"([1-9]\d{0,5})x([1-9]\d{0,5})", args.mesh)
+    if found is None:
+        raise InputError(f"--mesh {args.mesh}: must be two numbers of at least 1 with an x between, as in 1x4.")
+    return int(found[1]), int(found[2])
 
 
 def check_flags(args: argparse.Namespace) -> None:
@@ -134,6 +155,7 @@ def check_flags(args: argparse.Namespace) -> None:
             raise ValueError(f"seed={args.seed} must be at least 0.")
         config_lib.check_page_size(args.page_size)
         insert_unit(args)
+        mesh_shape(args)
         if args.sessions < 1:
             raise ValueError(f"sessions={args.sessions} must be at least 1.")
         for name in ("max_context", "max_step_tokens"):

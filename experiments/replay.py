@@ -93,6 +93,7 @@ def run_replay(
     num_live: int,
     *,
     label: str = "replay",
+    overlap: bool = False,
     log: EventLogWriter | None = None,
 ) -> Replay:
     """Replays sessions in real time; Ctrl-C ends it early.
@@ -103,10 +104,11 @@ def run_replay(
         sessions: what to replay.
         num_live: sessions alive at once.
         label: of the progress bar, which shows on a terminal only.
+        overlap: whether the host plans a step while the device runs the one before.
         log: where events and plans are written.
     """
     clock = RealClock()
-    driver = Driver(config, executor, clock=clock, log=log)
+    driver = Driver(config, executor, clock=clock, overlap=overlap, log=log)
     recorder = Recorder(config.page_size, config.linear_cost)
     loop = ClosedLoop(sessions, num_live, config.vocab_size)
     fingerprint = Fingerprint()
@@ -193,6 +195,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     engine_options.add_engine_flags(parser)
     parser.add_argument("--policy", default="penelope", metavar="NAME,...", help="one or several, compared in a table")
     parser.add_argument("--deterministic", action="store_true", help="results do not depend on what else runs")
+    parser.add_argument(
+        "--no-overlap", action="store_true", help="do not plan a step while the device runs the one before"
+    )
     parser.add_argument("--json", metavar="FILE", help="write the summary here, and one line a request beside it")
     parser.add_argument("--event-log", metavar="FILE", help="write every event here, a new file, for penelope inspect")
 
@@ -227,7 +232,15 @@ def run(args: argparse.Namespace) -> int:
             if log_file is not None:
                 notes = {"seed": args.seed, "model": model.name, "dtype": model.config.dtype, **environment}
                 log = stack.enter_context(EventLogWriter(log_file, config, notes))
-            replay = run_replay(config, executor, trace.sessions, args.sessions, label=config.policy.name, log=log)
+            replay = run_replay(
+                config,
+                executor,
+                trace.sessions,
+                args.sessions,
+                label=config.policy.name,
+                overlap=not args.no_overlap,
+                log=log,
+            )
             if log is not None and replay.partial:
                 log.close("an interruption")
         settings = engine_options.config_document(
@@ -235,6 +248,8 @@ def run(args: argparse.Namespace) -> int:
             model=model.name,
             dtype=model.config.dtype,
             deterministic=args.deterministic,
+            overlap=not args.no_overlap,
+            mesh=args.mesh,
             sessions=args.sessions,
             trace=[str(path) for path in args.trace],
             **dataclasses.asdict(engine_options.read_options(args, max_context)),

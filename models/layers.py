@@ -145,6 +145,20 @@ def single_device_mesh() -> Mesh:
     return Mesh(np.array(jax.local_devices()[:1]).reshape(1, 1), MESH_AXES, axis_types=(AxisType.Auto, AxisType.Auto))
 
 
+def device_mesh(data: int, tensor: int) -> Mesh:
+    """Returns the `data` x `tensor` mesh of the first devices.
+
+    Raises:
+        ValueError: there are not that many devices.
+    """
+    devices = jax.devices()
+    if data < 1 or tensor < 1 or data * tensor > len(devices):
+        raise ValueError(f"a mesh of {data} x {tensor} needs {data * tensor} devices; there are {len(devices)}.")
+    return Mesh(
+        np.array(devices[: data * tensor]).reshape(data, tensor), MESH_AXES, axis_types=(AxisType.Auto, AxisType.Auto)
+    )
+
+
 def config_on_mesh(config: ModelConfig, mesh: Mesh) -> ModelConfig:
     """Returns `config` with its kv heads copied as often as it takes to give each device along `tensor` its own.
 

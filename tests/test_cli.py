@@ -76,6 +76,13 @@ BAD_FLAGS = [
     (["--max-context", "0"], "max_context=0 must be at least 1."),
     (["--seed", "-1"], "seed=-1 must be at least 0."),
     (["--insert-unit", "node"], "unknown insert_unit='node'; known: chunk, prompt."),
+    (["--mesh", "3x"], "--mesh 3x: must be two numbers of at least 1 with an x between, as in 1x4."),
+    (["--mesh", "0x1"], "--mesh 0x1: must be two numbers of at least 1 with an x between, as in 1x4."),
+    (["--mesh", "2x4"], "--mesh 2x4: a mesh of 2 x 4 needs 8 devices; there are 4."),
+    (
+        ["--mesh", "1x3"],
+        "--model: mesh axis tensor=3 must be a multiple of num_kv_heads=2, which it exceeds, and divide ",
+    ),
     (["--scale", "3"], "scale=3 must be a power of two from 1 to 64."),
     (["--json", "none/x.json"], "--json none/x.json: there is no folder none."),
     (["--dtype", "int8"], "--model: dtype='int8' must be one of float32, bfloat16."),
