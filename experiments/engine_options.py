@@ -7,6 +7,7 @@ import argparse
 import contextlib
 import dataclasses
 import math
+import os
 import pathlib
 import re
 import subprocess
@@ -131,7 +132,7 @@ def load_model(args: argparse.Namespace) -> "LoadedModel":
 
     from penelope_jax.models import layers, registry
 
-    if data * tensor > 1:
+    if data * tensor > 1 and "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         with contextlib.suppress(RuntimeError):  # too late once devices are in use: then those that are there must do
             jax.config.update("jax_num_cpu_devices", data * tensor)
     with bad_input(f"--mesh {args.mesh}"):
