@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 from deep_copies import rendered
-from request_history import History, extend_chain, seed_of
+from request_history import History, chain_behind, seed_of
 
 from penelope_jax import engine
 from penelope_jax.config import EngineConfig, Start
@@ -320,17 +320,17 @@ class EngineWorld:
     def check_tree(self) -> None:
         """Every page of the tree holds the K/V of its own tokens."""
         cache: CacheState = self.state.cache
-        stack = [(root_id, [seed_of(namespace)]) for namespace, root_id in cache.roots.items()]
+        stack = [(root_id, seed_of(namespace)) for namespace, root_id in cache.roots.items()]
         while stack:
-            node_id, above = stack.pop()
+            node_id, last = stack.pop()
             node = cache.nodes[node_id]
-            chain = above[-1:]
-            extend_chain(chain, np.frombuffer(node.tokens, np.int32), "")
-            expected = np.array(chain[1:], np.int64).reshape(-1, cache.page_size)
+            chain = chain_behind(last, node.tokens)
+            expected = chain.reshape(-1, cache.page_size)
             resident = node.page_ids != NO_PAGE
             held = self.slots[node.page_ids[resident]]
             assert (held == expected[resident]).all(), f"node {node_id} has a page with other K/V"
-            stack.extend((child_id, chain) for child_id in node.children.values())
+            last = int(chain[-1]) if len(chain) else last
+            stack.extend((child_id, last) for child_id in node.children.values())
 
     def check_replay(self) -> None:
         """A run is its events: the same events and calls give the same plans and the same state."""

@@ -1,5 +1,6 @@
 """What is true of one request, whatever the engine says of it."""
 
+import functools
 import zlib
 
 import numpy as np
@@ -20,6 +21,14 @@ def extend_chain(chain: list[int], tokens, namespace: str) -> None:
     for token in tokens:
         last = hash((last, int(token))) & 0x7FFFFFFFFFFFFFFF
         chain.append(last)
+
+
+@functools.lru_cache(maxsize=4096)
+def chain_behind(last: int, tokens: bytes) -> np.ndarray:
+    """Returns i64[n]: the hashes of `tokens`, i32[n] as bytes, behind a history whose hash is `last`."""
+    chain = [last]
+    extend_chain(chain, np.frombuffer(tokens, np.int32).tolist(), "")
+    return np.array(chain[1:], np.int64)
 
 
 class History:
