@@ -5,21 +5,27 @@ which other engines' trees were measured (SGLang 0.5.23: Rust core 0.48 + 0.62 m
 insert, 2.9 ms and more for an eviction of 480 pages; another machine, so the order of magnitude is what compares).
 
     python -m penelope_jax.experiments.host_cost [--sessions 24] [--turns 200] [--tokens 118000] [--json FILE]
+
+With --leaves N each operation is timed once more on a tree of N leaves, each a private history of 16K tokens behind a
+shared page, and the memory of the tree is measured. An operation must not cost more because there are more histories:
+
+    python -m penelope_jax.experiments.host_cost --leaves 2000,50000
 """
 
 import argparse
 import dataclasses
+import resource
 import time
 from collections.abc import Iterator
 
 import numpy as np
 
-from penelope_jax import histories, pages
+from penelope_jax import histories, leaf_order, pages
 from penelope_jax.config import POLICIES
 from penelope_jax.eviction import evict
 from penelope_jax.invariants import check_cache
 from penelope_jax.metrics import write_json
-from penelope_jax.radix_tree import CacheState, make_cache, match
+from penelope_jax.radix_tree import CacheState, make_cache, match, path_nodes
 
 _EVICTED_PAGES = 480
 _SHARED_TOKENS = 15_600
@@ -104,6 +110,65 @@ def leaf_histories(cache: CacheState) -> Iterator[np.ndarray]:
             yield np.frombuffer(b"".join(reversed(parts)), np.int32)
 
 
+def plant(num_leaves: int, num_tokens: int, page_size: int, rng: np.random.Generator) -> CacheState:
+    """Returns a full cache of `num_leaves` histories of `num_tokens` tokens that share their first page."""
+    pages_each = num_tokens // page_size
+    shared = rng.integers(0, 150_000, page_size, dtype=np.int32)
+    cache = make_cache(page_size, num_leaves * (pages_each - 1) + 1)
+    for _ in range(num_leaves):
+        tokens = np.concatenate([shared, rng.integers(0, 150_000, num_tokens - page_size, dtype=np.int32)])
+        start = match(cache, tokens, max_pages=1).stop
+        pool, page_ids = pages.take(cache.device, pages_each - start // page_size)
+        cache, _ = histories.insert(dataclasses.replace(cache, device=pool), tokens, page_ids, start)
+    return cache
+
+
+def measure_leaves(num_leaves: int, num_tokens: int = 16_384, page_size: int = 64, seed: int = 0) -> dict:
+    """Returns the median of single operations, in milliseconds, and bytes a token, on a tree of many leaves."""
+    rng = np.random.default_rng(seed)
+    before = _resident_bytes()
+    cache = plant(num_leaves, num_tokens, page_size, rng)
+    num_bytes = _resident_bytes() - before
+    node_ids = [node_id for _, node_id in leaf_order.in_order(cache.leaves)]
+    chosen = rng.choice(node_ids, min(200, num_leaves), replace=False).tolist()
+    seconds: dict[str, list[float]] = {}
+
+    def timed(name: str, function, *args):
+        begin = time.perf_counter()
+        result = function(*args)
+        seconds.setdefault(name, []).append(time.perf_counter() - begin)
+        return result
+
+    for node_id in chosen:
+        text = np.frombuffer(b"".join(node.tokens for node in path_nodes(cache, node_id)), np.int32)
+        found = timed("match", match, cache, text)
+        timed("touch", histories.touch, cache, found)
+        pinned, receipt = timed("pin", histories.pin, cache, found)
+        timed("unpin", histories.unpin, pinned, receipt)
+        after, _ = timed("evict 1 page", evict, cache, 1, POLICIES["penelope"])
+        after, _ = timed(f"evict {_EVICTED_PAGES} pages", evict, cache, _EVICTED_PAGES, POLICIES["penelope"])
+        longer = np.concatenate([text, rng.integers(0, 150_000, 512, dtype=np.int32)])
+        pool, page_ids = pages.take(after.device, 512 // page_size)
+        after = dataclasses.replace(after, device=pool)
+        timed("insert", histories.insert, after, longer, page_ids, len(text))
+    return {
+        "leaves": num_leaves,
+        "tokens": num_leaves * num_tokens,
+        "bytes_per_token": num_bytes / (num_leaves * num_tokens),
+        "ms": {name: float(np.median(times)) * 1e3 for name, times in seconds.items()},
+    }
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in text.split(","))
+
+
+def _resident_bytes() -> int:
+    """Returns the memory of this process (Linux)."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
 def main(argv: list[str] | None = None) -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description="Times the cache on the host.", allow_abbrev=False)
@@ -112,12 +177,21 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=118_000)
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--leaves", type=_numbers, default=(), metavar="N,...", help="sizes of a second tree, in leaves"
+    )
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args(argv)
     result = measure(args.sessions, args.turns, args.tokens, args.page_size, args.seed)
     print(f"{result['nodes']} nodes, {result['pages']} pages of {args.page_size} tokens")
     for name, times in result["ms"].items():
         print(f"{name:32s} p50 {times['p50']:7.3f} ms   p99 {times['p99']:7.3f} ms")
+    for number in args.leaves:
+        tree = measure_leaves(number, page_size=args.page_size, seed=args.seed)
+        result.setdefault("trees", []).append(tree)
+        print(f"\n{tree['leaves']:,} leaves, {tree['tokens']:,} tokens, {tree['bytes_per_token']:.2f} bytes a token")
+        for name, milliseconds in tree["ms"].items():
+            print(f"{name:32s} p50 {milliseconds:7.3f} ms")
     if args.json:
         write_json(args.json, result)
 
