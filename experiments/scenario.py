@@ -10,14 +10,18 @@ other word one token, and `|`, `[`, `]` mean nothing. `#` starts a comment. Exam
     pin NAME HISTORY [salt=]                    unpin NAME                 evict NUMBER [policy=]
     take NAME NUMBER                            free NAME ...              save NAME, restore NAME
 
-    submit NAME HISTORY [max_tokens=1|most] [stop=TOKEN,...] [outputs=TOKEN,...] [salt=] [logprobs_from=] [at=SECONDS]
+    submit NAME HISTORY [max_tokens=1|most] [stop=TOKEN,...] [outputs=TOKEN,...] [salt=] [logprobs_from=]
     plan        plans a step and starts it      done        the oldest step in flight comes back
     step        plan, then done for all         run         steps until no request is left
     abort NAME                                  flush
+    time SECONDS    what comes from now on comes then: the engine learns the time from what comes
+
+    repeat NUMBER COMMAND ...       the command that many times, `{n}` in it being 1, 2, ...
 
     expect free|resident|evictable|nodes|pins NUMBER            expect tree HISTORY, ... [salt=]
     expect order HISTORY, ...   (evictable, oldest first)       expect running|waiting NAME ...
     expect hits NAME 8 hit, 4 refilled, 1 new                   expect row NAME PAGE_ID ...
+    expect count evicted_pages NUMBER   (or another of the engine's counters)
     and of the last command: expect unchanged | hit NUMBER | matched 0-4 device, 4-8 missing, ... | adopted NUMBER |
     returned NUMBER | evicted PAGE ... | short NUMBER | plan r1 phantom 4-12, r1 real 16-17 sample, ... |
     retracted NAME ... | updates r1 sampled x at 9, r1 finished by length, ... | refusal TEXT | error TEXT
@@ -37,10 +41,11 @@ import sys
 from penelope_jax.errors import InputError, bad_input
 from penelope_jax.experiments import command, scenario_cache, scenario_engine
 from penelope_jax.experiments.scenario_expect import NotAsExpected, expect
-from penelope_jax.experiments.scenario_language import Line, read_line
-from penelope_jax.experiments.scenario_world import World
+from penelope_jax.experiments.scenario_language import Line, read_line, whole
+from penelope_jax.experiments.scenario_world import Command, World
 
 COMMANDS = scenario_cache.COMMANDS | scenario_engine.COMMANDS
+COUNT = "{n}"
 
 
 class ScenarioFailed(Exception):
@@ -101,12 +106,33 @@ def _expects_error(line: Line) -> bool:
 
 
 def _do(world: World, line: Line) -> list[str]:
+    if line.command == "repeat":
+        return world.do(_repeat, line)
+    return world.do(_checked(line), line)
+
+
+def _checked(line: Line) -> Command:
     if line.command not in COMMANDS:
-        known = ", ".join(("cache", "expect", *COMMANDS))
+        known = ", ".join(("cache", "expect", "repeat", *COMMANDS))
         raise InputError(f"{line.place}: unknown command {line.command!r}; known: {known}.")
     run, options = COMMANDS[line.command]
     line.only(options)
-    return world.do(run, line)
+    return run
+
+
+def _repeat(world: World, line: Line) -> list[str]:
+    """`repeat NUMBER COMMAND ...`: runs a command that many times, `{n}` in it being 1, 2, ..."""
+    times, _, repeated = line.text.partition(" ")
+    name, _, text = repeated.partition(" ")
+    if name not in COMMANDS:
+        raise InputError(f"{line.place}: {name!r} cannot be repeated; what can: {', '.join(COMMANDS)}.")
+    said: list[str] = []
+    for number in range(1, whole(times, f"{line.place}: repeat") + 1):
+        options = {option: value.replace(COUNT, str(number)) for option, value in line.options.items()}
+        once = Line(line.place, name, text.replace(COUNT, str(number)), options)
+        said.extend(_checked(once)(world, once))
+        world.check()
+    return said
 
 
 def run_file(path: str) -> str:

@@ -121,9 +121,9 @@ def free(world: World, line: Line) -> list[str]:
 
 def save(world: World, line: Line) -> list[str]:
     """`save NAME`: remembers this state."""
-    pending = collections.deque(world.pending)
     name = one_word(line)
-    world.saved[name] = (world.state, world.kv.copy(), dict(world.pins), dict(world.hands), pending)
+    notes = [dict(part) for part in (world.pins, world.hands, world.metrics, world.scored)]
+    world.saved[name] = (world.state, world.kv.copy(), collections.deque(world.pending), notes)
     return []
 
 
@@ -131,8 +131,9 @@ def restore(world: World, line: Line) -> list[str]:
     """`restore NAME`: goes back to a saved state."""
     if line.text not in world.saved:
         raise InputError(f"{line.place}: no state was saved as {line.text!r}.")
-    world.state, kv, pins, hands, pending = world.saved[line.text]
-    world.kv, world.pins, world.hands, world.pending = kv.copy(), dict(pins), dict(hands), collections.deque(pending)
+    world.state, kv, pending, notes = world.saved[line.text]
+    world.kv, world.pending = kv.copy(), collections.deque(pending)
+    world.pins, world.hands, world.metrics, world.scored = (dict(part) for part in notes)
     return []
 
 

@@ -1,5 +1,7 @@
 """Commands of a scenario that go through the engine: requests, plans and steps."""
 
+import dataclasses
+
 import numpy as np
 
 from penelope_jax import engine
@@ -17,7 +19,7 @@ from penelope_jax.events import (
     Update,
 )
 from penelope_jax.experiments.kv_model import Row
-from penelope_jax.experiments.scenario_language import Line, is_token, no_words, one_word, parts
+from penelope_jax.experiments.scenario_language import Line, is_token, no_words, one_word, parts, whole
 from penelope_jax.experiments.scenario_world import Command, World
 from penelope_jax.segments import SamplingParams, StepDone, StepPlan
 from penelope_jax.state import EngineState
@@ -46,22 +48,24 @@ def submit(world: World, line: Line) -> list[str]:
             prompt_logprobs_from=logprobs_from,
         ),
         cache_salt=line.options.get("salt", ""),
-        time_s=line.number("at", 0),
+        time_s=world.time_s,
     )
     world.requests.append(name)
+    if logprobs_from is not None:
+        world.scored[request_id] = logprobs_from + 1, len(event.tokens)
     world.outputs[request_id] = parts(line.options.get("outputs", ""))
     return _apply(world, event)
 
 
 def abort(world: World, line: Line) -> list[str]:
     """`abort NAME`: the client of a request leaves."""
-    return _apply(world, Abort(request_id=world.request_id(one_word(line), line.place)))
+    return _apply(world, Abort(request_id=world.request_id(one_word(line), line.place), time_s=world.time_s))
 
 
 def flush(world: World, line: Line) -> list[str]:
     """`flush`: drops all K/V that no request holds."""
     no_words(line)
-    return _apply(world, Flush())
+    return _apply(world, Flush(time_s=world.time_s))
 
 
 def plan(world: World, line: Line) -> list[str]:
@@ -75,7 +79,7 @@ def done(world: World, line: Line) -> list[str]:
     no_words(line)
     if not world.pending:
         raise InputError(f"{line.place}: no step is in flight.")
-    return _apply(world, world.pending.popleft())
+    return _finish_step(world)
 
 
 def step(world: World, line: Line) -> list[str]:
@@ -83,7 +87,7 @@ def step(world: World, line: Line) -> list[str]:
     no_words(line)
     said = _plan(world)
     while world.pending:
-        said.extend(_apply(world, world.pending.popleft()))
+        said.extend(_finish_step(world))
     return said
 
 
@@ -100,13 +104,28 @@ def run(world: World, line: Line) -> list[str]:
     raise AssertionError(f"requests are left after {_MAX_STEPS} steps")
 
 
+def time(world: World, line: Line) -> list[str]:
+    """`time SECONDS`: what comes from now on comes at that time, which the engine learns from it."""
+    seconds = whole(one_word(line), f"{line.place}: time")
+    if seconds < world.time_s:
+        raise InputError(f"{line.place}: time {seconds} is before {world.time_s}.")
+    world.time_s = seconds
+    return []
+
+
+def _finish_step(world: World) -> list[str]:
+    return _apply(world, dataclasses.replace(world.pending.popleft(), time_s=world.time_s))
+
+
 def _apply(world: World, event: Event) -> list[str]:
     before = world.state
-    world.state, updates = engine.apply(before, (event,))
+    after, updates = engine.apply(before, (event,))
+    world.move_on(after)
     world.outcome.updates.extend(updates)
     for update in updates:
+        world.note_scores(update)
         if isinstance(update, Finished) and update.metrics is not None:
-            world.metrics[update.request_id] = update.metrics
+            world.note_metrics(update.request_id, update.metrics)
     return [*(update_text(world, update) for update in updates), *_retracted(world, before)]
 
 
@@ -141,14 +160,14 @@ def hits_text(metrics: RequestMetrics) -> str:
 
 def _plan(world: World) -> list[str]:
     before = world.state
-    world.state, step_plan = engine.plan(before)
-    after = world.state
+    after, step_plan = engine.plan(before)
+    world.move_on(after)
     world.outcome.plans.append(step_plan)
     admitted = {request.request_id for request in (*before.running, *before.waiting) if request.metrics is not None}
     said = []
     for request in (*after.running, *after.waiting):
         if request.metrics is not None:
-            world.metrics[request.request_id] = request.metrics
+            world.note_metrics(request.request_id, request.metrics)
         if request.metrics is not None and request.request_id not in admitted:
             said.append(f"{world.requests[request.request_id]} admitted: {hits_text(request.metrics)}")
     said.extend(_retracted(world, before))
@@ -200,12 +219,13 @@ def _sample(world: World, request_id: int, index: int) -> int:
     return world.words.token(given[index] if index < len(given) else f"{world.requests[request_id]}.{index + 1}")
 
 
-_SUBMIT_OPTIONS = ("max_tokens", "outputs", "stop", "salt", "logprobs_from", "at")
+_SUBMIT_OPTIONS = ("max_tokens", "outputs", "stop", "salt", "logprobs_from")
 
 COMMANDS: dict[str, tuple[Command, tuple[str, ...]]] = {
     "submit": (submit, _SUBMIT_OPTIONS),
     "abort": (abort, ()),
     "flush": (flush, ()),
+    "time": (time, ()),
     "plan": (plan, ()),
     "done": (done, ()),
     "step": (step, ()),

@@ -1,5 +1,6 @@
 """What a scenario states by hand: `expect WHAT ...`, held against the state or against what the last command did."""
 
+import dataclasses
 from collections.abc import Callable
 
 from penelope_jax import eviction, leaf_order
@@ -95,6 +96,14 @@ def _hits(world: World, line: Line, what: str, text: str) -> None:
     _same(f"{what} {name}", expected, hits_text(metrics) if metrics is not None else NOTHING)
 
 
+def _count(world: World, line: Line, what: str, text: str) -> None:
+    name, _, expected = text.partition(" ")
+    counters = dataclasses.asdict(world.state.counters)
+    if name not in counters:
+        raise InputError(f"{line.place}: unknown counter {name!r}; known: {', '.join(counters)}.")
+    _same(f"{what} {name}", str(whole(expected, f"{line.place}: {name}")), str(counters[name]))
+
+
 def _row(world: World, line: Line, what: str, text: str) -> None:
     name, _, expected = text.partition(" ")
     request_id = world.request_id(name, line.place)
@@ -125,6 +134,7 @@ EXPECTATIONS: dict[str, Callable[[World, Line, str, str], None]] = {
     "waiting": _words(lambda world: [world.requests[request.request_id] for request in world.state.waiting]),
     "hits": _hits,
     "row": _row,
+    "count": _count,
     # what the last command did
     "unchanged": _unchanged,
     "hit": _number(_hit),

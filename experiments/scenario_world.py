@@ -12,7 +12,7 @@ import numpy as np
 from penelope_jax import pages, radix_tree
 from penelope_jax.config import EngineConfig, InsertUnit, policy_named
 from penelope_jax.errors import InputError, bad_input
-from penelope_jax.events import RequestMetrics, Update
+from penelope_jax.events import Finished, RequestMetrics, Scored, Update
 from penelope_jax.experiments import render
 from penelope_jax.experiments.kv_model import KVModel, history_hashes
 from penelope_jax.experiments.scenario_language import Line, Vocabulary
@@ -78,6 +78,8 @@ class World:
         self.requests: list[str] = []
         self.outputs: dict[int, list[str]] = {}
         self.metrics: dict[int, RequestMetrics] = {}
+        self.scored: dict[int, tuple[int, int]] = {}  # request id -> next position to be scored, length of the prompt
+        self.time_s = 0
         self.pins: dict[str, Pin] = {}
         self.hands: dict[str, np.ndarray] = {}
         self.pending: collections.deque[StepDone] = collections.deque()
@@ -128,6 +130,35 @@ class World:
         return said + (cache_text if cache_text != texts_before[0] else ["(tree as before)"]) + engine_text
 
     # What must hold after every command.
+
+    def move_on(self, state: EngineState) -> None:
+        """Takes the engine's next state; raises AssertionError when a counter falls (T65, T67)."""
+        for field in dataclasses.fields(state.counters):
+            before, now = (getattr(counters, field.name) for counters in (self.state.counters, state.counters))
+            assert now >= before, f"counter {field.name} fell from {before} to {now}"
+        self.state = state
+
+    def note_metrics(self, request_id: int, metrics: RequestMetrics) -> None:
+        """Notes what a prompt cost; raises AssertionError when the numbers do not add up, or change (T62)."""
+        name, cached = self.requests[request_id], metrics.device_hit + metrics.host_hit
+        assert 0 <= cached < metrics.prompt_len, f"{name} has {cached} of {metrics.prompt_len} tokens from the cache"
+        assert min(metrics.refilled, metrics.new) >= 0, f"{name} has negative counts: {metrics}"
+        assert cached + metrics.refilled + metrics.new == metrics.prompt_len, f"{name} does not add up: {metrics}"
+        assert self.metrics.setdefault(request_id, metrics) == metrics, f"{name}'s metrics have changed"
+
+    def note_scores(self, update: Update) -> None:
+        """Raises AssertionError unless the scores of a prompt come in order and are complete at its end (T76)."""
+        name, due = self.requests[update.request_id], self.scored.get(update.request_id)
+        if due is None:
+            return
+        position, prompt_len = due
+        if isinstance(update, Scored):
+            start, num_scores = update.start + 1, len(update.logprobs)
+            assert start == position, f"{name} is scored from position {start} on, but {position} is next"
+            assert np.isfinite(update.logprobs).all(), f"{name} has no score at some of {start}-{start + num_scores}"
+            self.scored[update.request_id] = start + num_scores, prompt_len
+        elif isinstance(update, Finished) and update.reason != "abort":
+            assert position == prompt_len, f"{name} ends without scores of {position}-{prompt_len}"
 
     def check(self) -> None:
         """Raises AssertionError when pages are lost, rows are stale, pins do not balance, or K/V is not what it should be."""

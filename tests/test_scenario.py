@@ -1,5 +1,6 @@
 """The scenarios of tests/golden against their expected texts, and the scenario language itself."""
 
+import dataclasses
 import difflib
 import pathlib
 import re
@@ -10,11 +11,13 @@ import numpy as np
 import pytest
 
 from penelope_jax.errors import InputError
+from penelope_jax.events import Finished, Scored
 from penelope_jax.experiments import scenario
 from penelope_jax.experiments.kv_model import KVModel, Row, history_hashes
 from penelope_jax.experiments.scenario_language import read_line
 from penelope_jax.experiments.scenario_world import World
 from penelope_jax.segments import Segment, SegmentKind
+from penelope_jax.state import EngineCounters
 
 GOLDEN = pathlib.Path(__file__).resolve().parent / "golden"
 SCENARIOS = sorted(GOLDEN.glob("*.scenario"))
@@ -71,7 +74,7 @@ def test_no_expected_text_without_a_scenario():
         ),
         (
             "cache\n\nremove A",
-            "f:3: unknown command 'remove'; known: cache, expect, insert, match, touch, pin, unpin, evict, take, ",
+            "f:3: unknown command 'remove'; known: cache, expect, repeat, insert, match, touch, pin, unpin, evict, ",
         ),
         ("cache\nflush now=1", "f:2: unknown option 'now' of flush; it takes none."),
         ("cache\ninsert A at=1", "f:2: unknown option 'at' of insert; known: from, salt."),
@@ -90,6 +93,13 @@ def test_no_expected_text_without_a_scenario():
         ("cache\nabort r", "f:2: there is no request called 'r'."),
         ("cache\nsubmit R A", "f:2: 'R' is no name for a request (r1, short)."),
         ("cache\ndone", "f:2: no step is in flight."),
+        ("cache\ntime 5\ntime 4", "f:3: time 4 is before 5."),
+        ("cache\ntime soon", "f:2: time must be a whole number of at least 0, got 'soon'."),
+        ("cache\nrepeat many plan", "f:2: repeat must be a whole number of at least 0, got 'many'."),
+        ("cache\nrepeat 2 expect free 3", "f:2: 'expect' cannot be repeated; what can: insert, match, touch, pin, "),
+        ("cache\nrepeat 2", "f:2: '' cannot be repeated; what can: insert, match, touch, pin, "),
+        ("cache\nrepeat 2 submit r{n} A B{n} max=3", "f:2: unknown option 'max' of submit; known: logprobs_from, "),
+        ("cache\nexpect count pages 3", "f:2: unknown counter 'pages'; known: steps, admitted, finished, "),
         ("cache\nplan now", "f:2: plan takes no words, got 'now'."),
         ("cache\nexpect pages 3", "f:2: unknown expectation 'pages'; known: free, resident, evictable, nodes, pins, "),
         ("cache\nexpect free three", "f:2: free must be a whole number of at least 0, got 'three'."),
@@ -117,6 +127,7 @@ def test_what_cannot_be_understood(lines, message):
         ("insert A\nexpect evicted A", "f:3: expected evicted A, found nothing."),
         ("submit r A\nexpect refusal x", "f:3: there was no refusal."),
         ("submit r A\nexpect hits r 0 hit", "f:3: expected hits r 0 hit, found nothing."),
+        ("submit r A\nexpect count finished 1", "f:3: expected count finished 1, found 0."),
         ("submit r A\nplan\nexpect plan r real 0-4", "f:4: expected plan r real 0-4, found r real 0-4 sample."),
         # An error has to be expected in the next line, and to be the one that is expected.
         ("take a 17\nexpect free 16", "f:2: 17 pages needed, 16 available."),
@@ -250,3 +261,50 @@ def test_kv_model_finds_what_a_device_would_get_wrong():
     with pytest.raises(AssertionError, match="a reads position 0 from page 0, which holds nothing"):
         kv.run([row(4, 5, [0, 1, 3], [5, 6, 7, 8, 9], "a")])
     assert history_hashes([1, 2], "x") != history_hashes([1, 2], "y")
+
+
+def test_repeat_counts_from_one_and_is_one_command():
+    text = "cache pages=8\nrepeat 3 insert S A{n}\n"
+    assert scenario.run_text(text, "f") == (
+        "cache pages=8\n"
+        "repeat 3 insert S A{n}\n"
+        "    adopted 0 1, returned nothing\n"
+        "    adopted 3, returned 2\n"
+        "    adopted 4, returned 2\n"
+        "    S      0   @2\n"
+        "      A1   1   @2\n"
+        "      A2   3   @4\n"
+        "      A3   4   @6\n"
+        "    free 4 of 8, clock 6\n"
+    )
+
+
+def test_the_engine_learns_the_time_from_what_comes():
+    world = make_world("cache", "time 7")
+    assert world.state.now_s == 0
+    world = make_world("cache", "time 7", "submit r A x", "time 9", "plan")
+    assert (world.state.now_s, world.state.waiting, world.state.running[0].arrival_s) == (7, (), 7)
+    world = make_world("cache", "time 7", "submit r A x", "plan", "time 9", "done")
+    assert world.state.now_s == 9
+
+
+def test_control_wrong_reports_are_found():
+    world = make_world("cache pages=4", "submit r A B x max_tokens=3 logprobs_from=2", "plan")
+    fewer = dataclasses.replace(world.state, counters=EngineCounters())
+    with pytest.raises(AssertionError, match="counter steps fell from 1 to 0"):
+        world.move_on(fewer)
+    metrics = world.metrics[0]
+    with pytest.raises(AssertionError, match="r has 9 of 9 tokens from the cache"):
+        world.note_metrics(0, dataclasses.replace(metrics, device_hit=9, new=0))
+    with pytest.raises(AssertionError, match="r does not add up"):
+        world.note_metrics(0, dataclasses.replace(metrics, new=8))
+    with pytest.raises(AssertionError, match="r's metrics have changed"):
+        world.note_metrics(0, dataclasses.replace(metrics, new=8, device_hit=1))
+    values = np.zeros(3, np.float32)
+    with pytest.raises(AssertionError, match="r is scored from position 4 on, but 3 is next"):
+        world.note_scores(Scored(request_id=0, start=3, logprobs=values, reused=False))
+    with pytest.raises(AssertionError, match="r has no score at some of 3-6"):
+        world.note_scores(Scored(request_id=0, start=2, logprobs=values * np.nan, reused=False))
+    world.note_scores(Scored(request_id=0, start=2, logprobs=values, reused=False))
+    with pytest.raises(AssertionError, match="r ends without scores of 6-9"):
+        world.note_scores(Finished(request_id=0, reason="length", metrics=metrics, output_len=1, num_retractions=0))
