@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from penelope_jax.config import EngineConfig
+from penelope_jax.config import POLICIES, EngineConfig, Start
 from penelope_jax.driver import Driver, HashExecutor
 from penelope_jax.events import Admitted, Finished, Sampled
 from penelope_jax.segments import SamplingParams
@@ -169,3 +169,37 @@ def test_requests_that_outgrow_the_pool_are_sent_back_and_finish():
     ends = [update for update in run_to_idle(driver) if isinstance(update, Finished)]
     assert [update.output_len for update in ends] == [12, 12, 12]
     assert sum(update.num_retractions for update in ends) > 0
+
+
+def conversations(driver: Driver, num_sessions: int, num_turns: int) -> dict[tuple[int, int], list[int]]:
+    """Runs turns of several sessions at once; each prompt holds all that was said and a few new tokens."""
+    histories = [list(range(20)) + [50 + session] for session in range(num_sessions)]
+    replies: dict[tuple[int, int], list[int]] = {}
+    for turn in range(num_turns):
+        turns = {
+            driver.submit(history, SamplingParams(max_tokens=3)): session for session, history in enumerate(histories)
+        }
+        for update in run_to_idle(driver):
+            if isinstance(update, Sampled):
+                replies.setdefault((turns[update.request_id], turn), []).append(update.token)
+        for session, history in enumerate(histories):
+            history.extend([*replies[session, turn], turn, session])
+    return replies
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("name", list(POLICIES))
+def test_a_long_run_gives_the_same_replies_under_every_policy_and_stays_small(name: str, overlap: bool):
+    """Request ids and positions are the same in each run, and so is what HashExecutor samples."""
+    unlimited = conversations(driver_of(device_tokens=4 * 600), 4, 12)
+    config = dataclasses.replace(CONFIG, device_tokens=4 * 40, policy=POLICIES[name])
+    driver = Driver(config, HashExecutor(vocab_size=90), overlap=overlap)
+    assert conversations(driver, 4, 12) == unlimited
+    cache = driver.state.cache
+    assert driver.state.counters.evicted_pages >= 40
+    assert cache.num_resident + cache.device.num_free == 40 and not cache.pins
+    assert sum(node.num_pages for node in cache.nodes.values()) <= 4 * 24, "tokens of what is forgotten are kept"
+    if POLICIES[name].start is Start.LEAF_TAIL:
+        assert driver.state.counters.phantom_tokens == 0
+    driver.flush()
+    assert not driver.state.cache.nodes

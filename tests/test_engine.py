@@ -268,7 +268,7 @@ def test_a_retracted_request_goes_to_the_head_of_the_queue_and_keeps_its_first_m
     young = submitted(world, prompt_of(11, 300), once(10))
     later = submitted(world, prompt_of(3, 600), once(1))
     while not world.histories[young].num_retractions:
-        world.step(SAMPLER)
+        assert world.step(SAMPLER)
     waiting = world.state.waiting
     assert [request.request_id for request in waiting] == [young, later]
     assert waiting[0].prompt.tolist() == world.histories[young].heard
@@ -285,6 +285,21 @@ def test_a_retracted_request_goes_to_the_head_of_the_queue_and_keeps_its_first_m
     metrics = ends[young].metrics
     assert metrics is not None and metrics.prompt_len == 11
     assert world.state.counters.retractions == 1
+
+
+def test_the_history_of_a_retracted_request_is_not_the_first_to_go():
+    """D11: what it computed was used last, so something older goes first, and it finds its pages again."""
+    world = EngineWorld(config_of(4, 10, output_reserve=0, max_running=2, policy=POLICIES["penelope"]))
+    served(world, prompt_of(12, 500), once())
+    ids = [submitted(world, prompt_of(11, first), once(14)) for first in (100, 300)]
+    while not world.histories[ids[1]].num_retractions:
+        assert world.step(SAMPLER)
+    assert spans_of(world, prompt_of(12, 500)) == []
+    again = world.state.waiting[0]
+    assert again.request_id == ids[1]
+    hits = match(world.state.cache, again.prompt).stop
+    assert hits >= 12, "no page of it was evicted before the older history was gone"
+    world.drain(SAMPLER)
 
 
 def test_an_older_request_is_never_sent_back_for_a_younger_one():
