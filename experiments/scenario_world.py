@@ -27,6 +27,7 @@ _CONFIG_NUMBERS = {
     "step_segments": "max_step_segments",
     "reserve": "output_reserve",
 }
+_SHOWN = 8  # lines at either end of a long list of requests
 
 
 @dataclasses.dataclass(slots=True)
@@ -127,7 +128,7 @@ class World:
         self.past.append((self.state, render.tree_lines(self.state.cache, render.Names())))
         if not self.outcome.changed:
             return [*said, "(as before)"]
-        return said + (cache_text if cache_text != texts_before[0] else ["(tree as before)"]) + engine_text
+        return said + (cache_text if cache_text != texts_before[0] else ["(tree as before)"]) + _shortened(engine_text)
 
     # What must hold after every command.
 
@@ -212,6 +213,12 @@ class World:
             evicted.extend(render.page_names(cache, node, self.names)[first:last])
         self.outcome.evicted.extend(evicted)
         return f"evicted {' '.join(evicted) or 'nothing'}"
+
+
+def _shortened(lines: list[str]) -> list[str]:
+    """Returns the lines, or the first and the last of them and how many are between."""
+    num_hidden = len(lines) - 2 * _SHOWN
+    return lines if num_hidden <= _SHOWN else [*lines[:_SHOWN], f"... {num_hidden} lines ...", *lines[-_SHOWN:]]
 
 
 Command = Callable[[World, Line], list[str]]
