@@ -190,19 +190,19 @@ class JaxExecutor:
             pending: what `dispatch` returned.
             time_s: put into the event as it is.
         """
-        outputs = pending.outputs
-        if not pending.top_logprobs:
-            outputs = outputs.replace(top_tokens=None, top_logprobs=None)  # they stay where they are
-        outputs: StepOutputs = jax.device_get(outputs)
-        best, number = slice(pending.num_samples), pending.top_logprobs
+        outputs, number = pending.outputs, pending.top_logprobs
+        best = (outputs.top_tokens, outputs.top_logprobs) if number else ()  # else they stay where they are
+        tokens, logprobs, scores, *best = jax.device_get((outputs.tokens, outputs.logprobs, outputs.scores, *best))
+        samples = slice(pending.num_samples)
+        top_tokens, top_logprobs = (np.array(part[samples, :number]) for part in best) if best else (None, None)
         return StepDone(
             step=pending.step,
-            tokens=np.array(outputs.tokens[: pending.num_samples]),
-            logprobs=np.array(outputs.logprobs[: pending.num_samples]),
-            scores=tuple(np.array(outputs.scores[start:stop]) for start, stop in pending.score_rows),
+            tokens=np.array(tokens[samples]),
+            logprobs=np.array(logprobs[samples]),
+            scores=tuple(np.array(scores[start:stop]) for start, stop in pending.score_rows),
             time_s=time_s,
-            top_tokens=np.array(outputs.top_tokens[best, :number]) if number else None,
-            top_logprobs=np.array(outputs.top_logprobs[best, :number]) if number else None,
+            top_tokens=top_tokens,
+            top_logprobs=top_logprobs,
         )
 
     def run(self, plan: StepPlan, time_s: float = 0.0) -> StepDone:

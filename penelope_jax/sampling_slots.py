@@ -8,6 +8,7 @@ nothing but the slots' memory.
 Letters: R rows, S slots, V vocabulary.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -38,12 +39,17 @@ class Slots:
 
 def slots_like(num_slots: int, vocab_size: int) -> Slots:
     """Returns shapes and dtypes of `num_slots` slots."""
-    return Slots(
-        marks=jax.ShapeDtypeStruct((1, num_slots, vocab_size), jnp.int32),
-        bias=jax.ShapeDtypeStruct((1, num_slots, vocab_size), jnp.float32),
-        penalties=jax.ShapeDtypeStruct((1, num_slots, 3), jnp.float32),
-        limits=jax.ShapeDtypeStruct((1, num_slots, 2), jnp.int32),
-    )
+    first = (1, num_slots)
+
+    def empty() -> Slots:
+        return Slots(
+            marks=jnp.zeros((*first, vocab_size), jnp.int32),
+            bias=jnp.zeros((*first, vocab_size), jnp.float32),
+            penalties=jnp.zeros((*first, 3), jnp.float32),
+            limits=jnp.zeros((*first, 2), jnp.int32),
+        )
+
+    return jax.eval_shape(empty)
 
 
 def slot_of(sampling: SamplingParams, start: SlotStart, vocab_size: int) -> Slots:
@@ -90,8 +96,8 @@ def count_tokens(slots: Slots, rows: SamplingRows, tokens: jax.Array) -> Slots:
     is_output = rows.position - 1 >= slots.limits[0, index, 0]
     mark = jnp.where(is_output, mark + ONE_OUTPUT, mark | IN_PROMPT)
     nowhere = slots.marks.shape[1]
-    marks = slots.marks.at[0, jnp.where(rows.slot >= 0, index, nowhere), tokens].set(mark, mode="drop")
-    return slots.replace(marks=marks)
+    marks = jnp.asarray(slots.marks).at[0, jnp.where(rows.slot >= 0, index, nowhere), tokens].set(mark, mode="drop")
+    return dataclasses.replace(slots, marks=marks)
 
 
 def adjusted(logits: jax.Array, rows: SamplingRows, slots: Slots) -> jax.Array:

@@ -40,7 +40,7 @@ class Request:
         num_owned: missing pages of the path that this request must fill.
         next_pos: every position below it is resident, or planned by this request.
         outputs: tokens sampled since the last admission.
-        num_cut: tokens at the end of the prompt, sampled before a retraction, that do not count: it stopped before them.
+        num_cut: tokens at the end of the prompt, sampled before a retraction, that do not count: it stopped earlier.
         num_in_flight: samples planned and not back.
         feed: index of the last planned sample among the samples of its step.
         slot: of a running request whose sampling needs one, else -1; no two running requests have the same.

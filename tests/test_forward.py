@@ -1,5 +1,6 @@
 """The jitted step against a dense forward pass; that the pool stays in place; steps over two devices."""
 
+import dataclasses
 import functools
 
 import jax
@@ -15,7 +16,7 @@ from penelope_jax.forward import StepSettings, forward_step, map_row_tiles
 from penelope_jax.models import layers, random_weights
 from penelope_jax.models.layers import Params, single_device_mesh
 from penelope_jax.sampling_slots import slots_like
-from penelope_jax.segments import SegmentKind
+from penelope_jax.segments import SamplingParams, SegmentKind, SlotStart
 
 CONFIG = geometry(4, 2, 16, 64)
 PAGE_SIZE, NUM_PAGES, LENGTH = 8, 40, 60
@@ -97,6 +98,18 @@ def test_prompt_hole_and_decode_against_a_dense_forward(params, name):
         np.testing.assert_allclose(done.logprobs[0], expected.max(), atol=TOLERANCE)
         history.tokens[51 + step] = done.tokens[0]
     assert executor.kv_pool.sharding.spec[3:4] == (("tensor",) if name == "two devices" else ())
+
+    before = executor.num_compilations
+    sampling = SamplingParams(logit_bias=((int(expected.argmax()), -20.0),), top_logprobs=2)
+    for start in (SlotStart(history.tokens[:52], 50), None):
+        row = history.segment(52, 53, SegmentKind.DECODE, sample=sampling)
+        done = executor.run(plan(dataclasses.replace(row, slot=3, slot_start=start)))
+        assert [done.top_tokens[0].tolist(), *done.tokens] == [
+            np.argsort(-expected)[:2].tolist(),
+            np.argsort(-expected)[1],
+        ]
+        np.testing.assert_allclose(done.top_logprobs[0], np.sort(expected)[::-1][:2], atol=TOLERANCE)
+    assert executor.num_compilations == before
 
 
 @pytest.mark.parametrize(("dtype", "deterministic"), [("float32", True), ("bfloat16", False)])

@@ -1,4 +1,4 @@
-"""Penalties, bias and masked endings against plain numpy; slots filled from the host and counted on the device agree."""
+"""Penalties, bias and masked endings against plain numpy; slots filled by the host and counted on the device agree."""
 
 import collections
 import dataclasses
