@@ -25,8 +25,9 @@ UPDATE = "python -m penelope_jax.experiments.scenario --update tests/golden/{nam
 
 RULES = [f"rule{number:02}" for number in (*range(1, 11), 12, 13, 14)]
 CASES = [
-    *(f"T{number:02}" for number in (*range(1, 13), 30, 53, 56, 57)),
-    *(f"D{number:02}" for number in (1, 2, 3, 4, 7, 8, 9, 10)),
+    *(f"T{number:02}" for number in (*range(1, 13), 14, 15, 17, 18, 30, 32, 41, 42, 46, 47, 49, 50, 53, 55, 56, 57)),
+    *(f"T{number:02}" for number in (59, 60, 62, 65, 67, 68, 69, 73, 75, 76, 77, 79)),
+    *(f"D{number:02}" for number in (1, 2, 3, 4, 7, 8, 9, 10, 11, 14, 16, 17, 19)),
 ]
 
 
