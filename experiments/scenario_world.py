@@ -162,7 +162,7 @@ class World:
             assert position == prompt_len, f"{name} ends without scores of {position}-{prompt_len}"
 
     def check(self) -> None:
-        """Raises AssertionError when pages are lost, rows are stale, pins do not balance, or K/V is not what it should be."""
+        """Raises AssertionError when pages are lost, rows are stale, pins do not balance, or a page has the wrong K/V."""
         cache, running = self.state.cache, self.state.running
         in_hands = np.concatenate([np.empty(0, np.int32), *self.hands.values()])
         check_cache(cache, np.concatenate([private_page_ids(self.state), in_hands]))
