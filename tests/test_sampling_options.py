@@ -125,7 +125,7 @@ def mixed_requests() -> list[tuple[np.ndarray, SamplingParams]]:
     """Greedy and drawn requests, with and without options."""
     requests = []
     for index, prompt in enumerate(prompts(8, seed=1)):
-        sampling = [*OPTIONS.values(), SamplingParams(min_p=0.05), SamplingParams()][index % 7]
+        sampling = [SamplingParams(), SamplingParams(min_p=0.05), *OPTIONS.values()][index % 7]
         changes = {"max_tokens": 40, "temperature": index % 2 * 1.2, "seed": index, "stop_token_ids": (5, 6, 7)}
         requests.append((prompt, dataclasses.replace(sampling, top_logprobs=index % 3, **changes)))
     return requests
@@ -155,6 +155,9 @@ def test_neighbours_overlap_and_retraction_change_nothing(executor, alone, overl
     assert found == alone
     retracted = [request_id for request_id in ids if ends[request_id].num_retractions]
     assert len(retracted) >= 3 if num_pages == 20 else not retracted
+    samplings = [sampling for _, sampling in mixed_requests()]
+    counted = [index for index in retracted if samplings[ids.index(index)].needs_slot]
+    assert counted or num_pages > 20, "no request whose outputs are counted was sent back"
     assert executor.num_compilations == before
 
 
