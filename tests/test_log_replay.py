@@ -143,7 +143,9 @@ def test_a_killed_run_is_read_up_to_its_last_event(tmp_path):
         while seen < 60:
             seen = int(process.stdout.readline())
         process.send_signal(signal.SIGKILL)
-        seen = max([seen, *map(int, process.communicate(timeout=30)[0].split())])
+        # `communicate` would skip what `readline` has buffered.
+        seen = max([seen, *map(int, process.stdout.read().split())])
+        process.wait(timeout=30)
     finally:
         process.kill()
     assert process.returncode == -signal.SIGKILL
