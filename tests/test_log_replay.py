@@ -136,18 +136,16 @@ with EventLogWriter({path!r}, config) as log:
 def test_a_killed_run_is_read_up_to_its_last_event(tmp_path):
     path = tmp_path / "log"
     code = ENDLESS.format(tests=str(pathlib.Path(__file__).parent), path=str(path))
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    try:
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        seen = 0
-        while seen < 60:
-            seen = int(process.stdout.readline())
-        process.send_signal(signal.SIGKILL)
+        try:
+            seen = 0
+            while seen < 60:
+                seen = int(process.stdout.readline())
+        finally:
+            process.kill()
         # `communicate` would skip what `readline` has buffered.
         seen = max([seen, *map(int, process.stdout.read().split())])
-        process.wait(timeout=30)
-    finally:
-        process.kill()
     assert process.returncode == -signal.SIGKILL
     replay = LogReplay(path)
     last = [moment for moment in replay][-1]
