@@ -4,6 +4,7 @@ Anything else that fails is a fault of ours and keeps its trace.
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
@@ -14,6 +15,7 @@ from absl.flags import argparse_flags
 from penelope_jax.errors import InputError
 
 BAD_INPUT = 2  # exit code
+CLOSED_PIPE = 141  # exit code, that of a process ended by SIGPIPE
 
 
 class Parser(argparse_flags.ArgumentParser):
@@ -29,11 +31,17 @@ class Parser(argparse_flags.ArgumentParser):
 def execute(args: argparse.Namespace) -> int:
     """Runs the command in `args.run`; returns its exit code."""
     try:
-        return args.run(args)
+        code = args.run(args)
+        sys.stdout.flush()
+        return code
     except InputError as error:
         text = " ".join(str(error).split())
         print(f"{args.prog}: error: {text}", file=sys.stderr)
         return BAD_INPUT
+    except BrokenPipeError:
+        # Whoever read the output has seen enough (`| head`); what is left must not be flushed into the closed pipe.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return CLOSED_PIPE
 
 
 def start(parse: Callable[[Sequence[str]], argparse.Namespace], argv: Sequence[str] | None = None) -> NoReturn:

@@ -12,6 +12,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 PRESSURE = 0.45  # default device pool, as a share of what the live sessions need in the end
 HEADROOM = 1.5  # and at least this many times the longest request
+MOST_SESSIONS = 4096  # live at once; each takes rows of every compiled step
 MAX_STEP_TOKENS = 8192  # SGLang's prefill chunk, which sets the node size of its tree
 
 
@@ -157,8 +159,8 @@ def check_flags(args: argparse.Namespace) -> None:
         config_lib.check_page_size(args.page_size)
         insert_unit(args)
         mesh_shape(args)
-        if args.sessions < 1:
-            raise ValueError(f"sessions={args.sessions} must be at least 1.")
+        if not 1 <= args.sessions <= MOST_SESSIONS:
+            raise ValueError(f"sessions={args.sessions} must be from 1 to {MOST_SESSIONS}.")
         for name in ("max_context", "max_step_tokens"):
             value = getattr(args, name)
             if value is not None and value < 1:
@@ -350,3 +352,11 @@ def check_output(flag: str, path: str | None) -> None:
         raise InputError(f"{flag} {path}: is a folder.")
     if not target.parent.is_dir():
         raise InputError(f"{flag} {path}: there is no folder {target.parent}.")
+    if target.exists() and not target.is_file():
+        # Results are written beside their place and then renamed, which would put a file where a device was.
+        raise InputError(f"{flag} {path}: is not a file.")
+    try:
+        with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}."):
+            pass
+    except OSError as error:
+        raise InputError(f"{flag} {path}: folder {target.parent}: {error.strerror}.") from error

@@ -271,6 +271,10 @@ def run(args: argparse.Namespace) -> int:
             print("Interrupted: what was measured so far follows.")
             break
     print(table(documents))
+    if not any(document["evicted_pages"] for document in documents):
+        print(
+            "Nothing was evicted: the pool held every history. A smaller --device-tokens, or more --sessions, compares."
+        )
     if len(documents) > 1 and not documents[-1]["run"]["partial"]:
         same = len({document["run"]["fingerprint"] for document in documents}) == 1
         print(f"Outputs are {'identical' if same else 'different'} under these policies.")

@@ -9,6 +9,7 @@ import importlib
 from collections.abc import Sequence
 from typing import NoReturn
 
+import penelope_jax
 from penelope_jax.errors import bad_input
 from penelope_jax.experiments import command
 
@@ -26,6 +27,7 @@ _MODULES = {"inspect": "inspect_log"}  # where the command's name would hide a m
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parses `argv`, program name first."""
     parser = command.Parser(prog="penelope", description="Serving engine for agentic LLM traffic in JAX.")
+    parser.add_argument("--version", action="version", version=f"penelope_jax {penelope_jax.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=command.Parser)
     wanted = next((arg for arg in argv[1:] if not arg.startswith("-")), None)
     for name, text in COMMANDS:
