@@ -5,6 +5,7 @@ position p of a history must find there the hash of that history's first p + 1 t
 page with two owners, or a read before the write all show as another hash. Pages that nobody holds are poisoned.
 """
 
+import dataclasses
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -37,6 +38,7 @@ class EngineWorld:
         self.flights: deque[tuple[StepPlan, StepDone]] = deque()
         self.last_plan: StepPlan | None = None
         self.log: list[tuple[Event, ...] | StepPlan | None] = []  # what was applied, and the plans between
+        self.counters = self.state.counters
         self.sound = True  # False once a check failed
         self.kinds = dict.fromkeys(SegmentKind, 0)
         self.num_steps = self.num_evicted = self.num_retractions = self.num_finished = self.num_refused = 0
@@ -306,6 +308,11 @@ class EngineWorld:
         assert len(state.cache.pins) == len(state.running), "each running request holds one pin"
         self.check_tree()
         counters = state.counters
+        assert all(
+            now >= before
+            for now, before in zip(dataclasses.astuple(counters), dataclasses.astuple(self.counters), strict=True)
+        )
+        self.counters = counters
         assert counters.steps == self.num_steps
         assert counters.phantom_tokens == self.kinds[SegmentKind.PHANTOM]
         assert counters.real_tokens == self.kinds[SegmentKind.REAL]
