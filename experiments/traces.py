@@ -168,8 +168,13 @@ def read_traces(paths: Iterable[str | pathlib.Path], options: ReadOptions) -> Tr
     ]
     kept = tuple(session for session in cut if session.turns)
     if not kept:
+        names = ", ".join(map(str, paths))
+        if not read:
+            raise TraceError(f"{names}: holds no session.")
         limit = "" if options.max_context is None else f"; none has a first turn within {options.max_context} tokens"
-        raise TraceError(f"{', '.join(map(str, paths))}: no session to replay ({len(read)} read{limit}).")
+        raise TraceError(
+            f"{names}: no session to replay ({len(read)} read{limit}; a smaller trace comes from synthesize --scale)."
+        )
     return Trace(
         sessions=kept,
         problems=tuple(problems.lines),

@@ -56,7 +56,7 @@ def load_model(spec: str, *, dtype: str | None = None, mesh: Mesh | None = None,
     path = pathlib.Path(spec)
     if path.suffix == ".gguf":
         return _load_gguf(path, dtype, mesh, name=path.stem)
-    if path.is_dir():
+    if spec and path.is_dir():
         return _load_directory(path, dtype, mesh)
     raise ValueError(f"model {spec!r}: no such directory; else a .gguf file, smollm2, or {_random_names()}.")
 
