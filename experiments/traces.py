@@ -168,12 +168,12 @@ def read_traces(paths: Iterable[str | pathlib.Path], options: ReadOptions) -> Tr
     ]
     kept = tuple(session for session in cut if session.turns)
     if not kept:
-        names = ", ".join(map(str, paths))
+        where = ", ".join(map(str, paths))
         if not read:
-            raise TraceError(f"{names}: holds no session.")
+            raise TraceError(f"{where}: holds no session.")
         limit = "" if options.max_context is None else f"; none has a first turn within {options.max_context} tokens"
         raise TraceError(
-            f"{names}: no session to replay ({len(read)} read{limit}; a smaller trace comes from synthesize --scale)."
+            f"{where}: no session to replay ({len(read)} read{limit}; a smaller trace comes from synthesize --scale)."
         )
     return Trace(
         sessions=kept,

@@ -92,7 +92,10 @@ BAD_FLAGS = [
     (["--model", "random:x"], "--model: model 'random:x': no such preset; known: random:tiny, "),
     (["--model", "nowhere"], "--model: model 'nowhere': no such directory; "),
     (["--max-context", "9999"], "--max-context 9999 must be at most 4096, the context of random:tiny."),
-    (["--max-context", "100"], "no session to replay (4 read; none has a first turn within 100 tokens; a smaller trace "),
+    (
+        ["--max-context", "100"],
+        "no session to replay (4 read; none has a first turn within 100 tokens; a smaller trace ",
+    ),
     (["--device-tokens", "256"], "session 's0', turn 0: prompt of 400 tokens and 6 output tokens need 8 pages of 64"),
     (["--pages", "3"], "unrecognized arguments: --pages 3"),
     (["--polic", "vllm"], "unrecognized arguments: --polic vllm"),
