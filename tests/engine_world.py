@@ -16,7 +16,7 @@ from request_history import History, chain_behind, seed_of
 
 from penelope_jax import engine
 from penelope_jax.config import EngineConfig, Start
-from penelope_jax.events import Abort, Event, Finished, Flush, Refused, Sampled, Scored, Submit, Update
+from penelope_jax.events import Abort, Event, Finished, Flush, Refused, Sampled, Scored, Stop, Submit, Update
 from penelope_jax.invariants import check_cache
 from penelope_jax.pages import NO_PAGE
 from penelope_jax.radix_tree import CacheState
@@ -34,6 +34,7 @@ class EngineWorld:
         self.config = config
         self.state: EngineState = engine.make_state(config)
         self.slots = np.full((config.num_device_pages, config.page_size), POISON, np.int64)
+        self.memories: dict[int, list[int]] = {}  # of the requests whose sampling needs one, by slot
         self.histories: dict[int, History] = {}
         self.flights: deque[tuple[StepPlan, StepDone]] = deque()
         self.last_plan: StepPlan | None = None
@@ -86,6 +87,11 @@ class EngineWorld:
         if not history.ended:  # otherwise only its last step is missing, and the abort comes too late
             history.abort_asked = True
         self.apply(Abort(request_id=request_id))
+
+    def stop(self, request_id: int, num_tokens: int) -> None:
+        """The reader of a request that was not aborted saw its end after `num_tokens` outputs."""
+        self.histories[request_id].stop(num_tokens)
+        self.apply(Stop(request_id=request_id, num_tokens=num_tokens))
 
     def flush(self) -> None:
         self.apply(Flush())
@@ -195,7 +201,8 @@ class EngineWorld:
             assert segment.request_id in running, "a row of a request that does not run"
             assert segment.start >= ends.get(segment.request_id, 0), "rows of a request in position order"
             ends[segment.request_id] = segment.stop
-            assert not self.histories[segment.request_id].abort_asked, "a row of a request that leaves"
+            history = self.histories[segment.request_id]
+            assert not history.abort_asked and not history.ended, "a row of a request that leaves"
             assert len(segment.tokens) == segment.stop - segment.start > 0
             if segment.kind in (SegmentKind.PHANTOM, SegmentKind.REAL):
                 whole = segment.stop == len(running[segment.request_id].prompt)
@@ -225,13 +232,15 @@ class EngineWorld:
             read = self.slots[self.page_table(segment)].reshape(-1)[: segment.stop]
             wrong = np.flatnonzero(read != history.chain[: segment.stop])
             assert not len(wrong), f"{segment.kind} of request {segment.request_id} reads other K/V at {wrong[:4]}"
-        samples, scores = [], []
+        samples, tops, scores = [], [], []
         for segment in plan.segments:
             history = self.histories[segment.request_id]
             if segment.sample is not None:
                 assert len(history.tokens) == segment.stop, "a sample that does not follow the last token"
+                self.remember(segment, history)
                 history.append(sampler(segment.request_id, segment.stop))
                 samples.append((history.tokens[-1], -segment.stop))
+                tops.append(history.top(history.tokens[-1], plan.top_logprobs))
             if segment.targets is not None:
                 scores.append(self.scores(segment, history))
         done = StepDone(
@@ -239,8 +248,23 @@ class EngineWorld:
             tokens=np.array([token for token, _ in samples], np.int32),
             logprobs=np.array([logprob for _, logprob in samples], np.float32),
             scores=tuple(scores),
+            top_tokens=np.array([[token for token, _ in top] for top in tops], np.int32),
+            top_logprobs=np.array([[logprob for _, logprob in top] for top in tops], np.float32),
         )
         self.flights.append((plan, done))
+
+    def remember(self, segment: Segment, history: History) -> None:
+        """The device's memory of a request's tokens holds just its history when it is to sample by it."""
+        assert (segment.slot >= 0) == history.sampling.needs_slot
+        if segment.slot < 0:
+            return
+        assert segment.slot < self.config.max_step_segments
+        if segment.slot_start is not None:
+            assert segment.slot_start.prompt_len == history.prompt_len
+            self.memories[segment.slot] = segment.slot_start.tokens.tolist()
+        memory = self.memories[segment.slot]
+        memory.append(history.tokens[segment.stop - 1])
+        assert memory == history.tokens[: segment.stop], "the memory of another request, or not all of its own"
 
     def page_table(self, segment: Segment) -> np.ndarray:
         table = segment.page_table[: -(-segment.stop // self.config.page_size)]

@@ -58,7 +58,7 @@ class History:
         self.computed: list[Row] = []
         self.as_admitted = True
         self.num_retractions = 0
-        self.abort_asked = False
+        self.abort_asked = self.stop_asked = False
         self.reason = ""
 
     @property
@@ -71,7 +71,8 @@ class History:
 
     @property
     def stopped(self) -> bool:
-        return bool(self.outputs) and self.outputs[-1] in self.sampling.stop_token_ids
+        ended = len(self.outputs) > self.sampling.min_tokens and self.outputs[-1] in self.sampling.end_token_ids
+        return self.stop_asked or ended
 
     @property
     def ended(self) -> bool:
@@ -81,11 +82,21 @@ class History:
         self.tokens.append(token)
         extend_chain(self.chain, [token], self.namespace)
 
+    def stop(self, num_tokens: int) -> None:
+        """Its reader saw its end after `num_tokens` outputs."""
+        self.stop_asked = True
+        self.num_heard = self.prompt_len + num_tokens
+
+    def top(self, token: int, number: int) -> list[tuple[int, float]]:
+        """Returns what is said to be most probable where `token` was sampled."""
+        return [(token + rank, -1.0 - rank) for rank in range(number)]
+
     def hear_token(self, update: Sampled) -> None:
         assert not self.abort_asked and not self.ended, f"{update} after the end"
         assert update.position == self.num_heard, f"{update}: {self.num_heard} tokens known"
         assert update.token == self.tokens[update.position], f"{update} was not sampled"
         assert update.logprob == -update.position
+        assert list(update.top) == self.top(update.token, self.sampling.top_logprobs)
         self.num_heard += 1
 
     def hear_scores(self, update: Scored) -> None:

@@ -35,6 +35,9 @@ samplings = st.builds(
     SamplingParams,
     max_tokens=st.sampled_from([1, 1, 1, 2, 2, 3, 3, 4, 5, 6, 8, 8, 10, 13, 16, None]),
     stop_token_ids=st.sampled_from([(), (STOP,), (STOP, 1)]),
+    min_tokens=st.sampled_from([0, 0, 0, 1]),
+    presence_penalty=st.sampled_from([0.0, 0.0, 1.0]),
+    top_logprobs=st.sampled_from([0, 0, 2]),
     prompt_logprobs_from=st.none() | st.sampled_from([0, 0, 1, 3, 9]),
 )
 seeds = st.integers(0, 5)
@@ -200,6 +203,15 @@ class EngineMachine(RuleBasedStateMachine):
             for history in self.world.histories.values()
             if any(span.tier is Tier.MISSING for span in match(cache, history.heard, history.namespace).spans)
         ]
+
+    @precondition(lambda self: any(history.outputs and not history.abort_asked for history in self.world.live))
+    @rule(data=st.data(), back=st.integers(0, 2))
+    def stop(self, data: st.DataObject, back: int):
+        """A stop string is seen, at the last token or a few before."""
+        speaking = [history for history in self.world.live if history.outputs and not history.abort_asked]
+        history = data.draw(st.sampled_from(speaking))
+        self.world.stop(history.request_id, max(1, len(history.outputs) - back))
+        self.count()
 
     @precondition(lambda self: self.world.live)
     @rule(data=st.data())
