@@ -88,7 +88,12 @@ def compare_policies(args: argparse.Namespace) -> bool:
     units = {document["config"]["policy"]: document["recompute_units"] for document in documents}
     same = len({document["run"]["fingerprint"] for document in documents}) == 1
     print(f"  Outputs identical under all policies: {'yes' if same else 'NO'}.")
-    print(f"  Recomputed units: penelope {1 - units['penelope'] / units['sglang']:.0%} below sglang.")
+    for other in ("sglang", "vllm"):
+        print(f"  Recomputed units: penelope {1 - units['penelope'] / units[other]:.0%} below {other}.")
+    print("  TTFT: time to the first token; JCT: time of a session; both vary with what else this machine does.")
+    print(
+        "  A unit is a query-key pair in every head of a layer: a token at position p costs c + p. Outputs are hashes."
+    )
     return same and units["penelope"] < units["sglang"]
 
 
