@@ -20,12 +20,16 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from penelope_jax import histories, leaf_order, pages
-from penelope_jax.config import POLICIES
+from penelope_jax import engine, histories, leaf_order, pages
+from penelope_jax.config import POLICIES, EngineConfig
+from penelope_jax.driver import HashExecutor
+from penelope_jax.events import Submit
 from penelope_jax.eviction import evict
 from penelope_jax.invariants import check_cache
 from penelope_jax.metrics import write_json
 from penelope_jax.radix_tree import CacheState, make_cache, match, path_nodes
+from penelope_jax.segments import SamplingParams
+from penelope_jax.state import make_state
 
 _EVICTED_PAGES = 480
 _SHARED_TOKENS = 15_600
@@ -83,6 +87,7 @@ def measure(num_sessions: int, num_turns: int, num_tokens: int, page_size: int =
             times.append(time.perf_counter() - begin)
         check_cache(after)
         seconds[f"evict {_EVICTED_PAGES} pages, {policy.name}"] = times
+    seconds |= measure_plan()
     return {
         "sessions": num_sessions,
         "turns": num_turns,
@@ -96,6 +101,41 @@ def measure(num_sessions: int, num_turns: int, num_tokens: int, page_size: int =
             if times
         },
     }
+
+
+def measure_plan(num_requests: int = 64, num_tokens: int = 130_000, num_steps: int = 200) -> dict[str, list[float]]:
+    """Returns seconds of `plan` and `apply` for steps in which `num_requests` long histories decode."""
+    rng = np.random.default_rng(0)
+    page_size = 64
+    room = num_tokens + num_steps + page_size
+    config = EngineConfig(
+        device_tokens=(num_requests + 1) * -(-room // page_size) * page_size,
+        page_size=page_size,
+        max_context=room,
+        max_running=num_requests,
+        max_step_tokens=num_requests * -(-num_tokens // page_size) * page_size,
+        max_step_segments=num_requests,
+    )
+    executor = HashExecutor()
+    state = make_state(config)
+    shared = rng.integers(0, 50_000, _SHARED_TOKENS)
+    for number in range(num_requests):
+        tokens = np.concatenate([shared, rng.integers(0, 50_000, num_tokens - _SHARED_TOKENS)]).astype(np.int32)
+        submit = Submit(request_id=number, tokens=tokens, sampling=SamplingParams(max_tokens=num_steps + 8))
+        state, _ = engine.apply(state, (submit,))
+    seconds: dict[str, list[float]] = {"plan": [], "apply": []}
+    for step in range(num_steps):
+        begin = time.perf_counter()
+        state, plan = engine.plan(state)
+        planned = time.perf_counter()
+        assert plan is not None, "all requests decode"
+        done = executor.run(plan)
+        ran = time.perf_counter()
+        state, _ = engine.apply(state, (done,))
+        if step >= 4:  # before, prompts are computed
+            seconds["plan"].append(planned - begin)
+            seconds["apply"].append(time.perf_counter() - ran)
+    return {f"{name}, {num_requests} x {num_tokens:,} tokens": times for name, times in seconds.items()}
 
 
 def leaf_histories(cache: CacheState) -> Iterator[np.ndarray]:
