@@ -25,6 +25,7 @@ from penelope_jax.events import (
     Submit,
     Update,
 )
+from penelope_jax.invariants import check_idle
 from penelope_jax.segments import SamplingParams, Segment, StepDone, StepPlan
 from penelope_jax.state import EngineState, make_state
 
@@ -230,6 +231,8 @@ class Driver:
         if plan is None or not self.overlap or len(self._flying) > 1:
             done = self.executor.collect(self._flying.pop(0))
             updates.extend(self._apply(dataclasses.replace(done, time_s=self.clock())))
+        if self.state.idle:
+            check_idle(self.state.cache)
         return updates
 
     def _apply(self, event: Event) -> list[Update]:

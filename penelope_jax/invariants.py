@@ -62,3 +62,16 @@ def check_cache(cache: CacheState, private_ids: tuple[int, ...] | np.ndarray = (
     assert not wrong, f"pages not in exactly one place: {[(page, int(counts[page])) for page in wrong[:8]]}"
     free = sum(1 for _ in cache.device.free_ids())
     assert cache.device.num_free == free, f"{cache.device.num_free=}, {free} ids free"
+
+
+def check_idle(cache: CacheState) -> None:
+    """Checks by counts what must hold when no request is left; cheap enough to do in service.
+
+    Raises:
+        AssertionError: a pin is out, or a page is neither free nor in the tree.
+    """
+    assert not cache.pins, f"{len(cache.pins)} pins are out, but no request is left"
+    held = cache.device.num_free + cache.num_resident
+    assert held == cache.device.num_pages, (
+        f"{cache.device.num_free} pages are free and {cache.num_resident} in the tree, of {cache.device.num_pages}"
+    )

@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from penelope_jax import pages
 from penelope_jax.config import POLICIES, EngineConfig, Start
 from penelope_jax.driver import Driver, HashExecutor
 from penelope_jax.events import Admitted, Finished, Sampled
@@ -203,3 +204,15 @@ def test_a_long_run_gives_the_same_replies_under_every_policy_and_stays_small(na
         assert driver.state.counters.phantom_tokens == 0
     driver.flush()
     assert not driver.state.cache.nodes
+
+
+def test_a_lost_page_shows_when_the_engine_is_idle():
+    driver = driver_of()
+    driver.submit(prompt_of(9), SamplingParams(max_tokens=1))
+    run_to_idle(driver)
+    cache = driver.state.cache
+    pool, _ = pages.take(cache.device, 1)
+    driver.state = dataclasses.replace(driver.state, cache=dataclasses.replace(cache, device=pool))
+    driver.submit(prompt_of(9), SamplingParams(max_tokens=1))
+    with pytest.raises(AssertionError, match=r"^13 pages are free and 2 in the tree, of 16$"):
+        run_to_idle(driver)
