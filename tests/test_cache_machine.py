@@ -329,7 +329,13 @@ def run(seeds: range, **options: bool) -> int:
 
 
 def test_cache_agrees_with_the_naive_model():
-    assert run(range(40)) >= MIN_OPERATIONS
+    num_operations = run(range(40))
+    # What a seed draws depends on the modules that are loaded, so seeds go on until enough has happened.
+    for seed in range(40, 120):
+        if num_operations >= MIN_OPERATIONS:
+            return
+        num_operations += run(range(seed, seed + 1))
+    raise AssertionError(num_operations)
 
 
 @pytest.mark.slow

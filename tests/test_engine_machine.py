@@ -302,10 +302,15 @@ def run(seeds: range, **options: bool) -> None:
 
 
 def test_engine_keeps_its_promises():
-    run(range(7))
-    assert EngineMachine.totals["operations"] >= MIN_OPERATIONS
     happened = ("evicted pages", "retractions", "phantom segments", "several refills in a request", "inheritances")
-    assert all(EngineMachine.totals[name] >= 10 for name in happened), EngineMachine.totals
+    totals = EngineMachine.totals
+    totals.clear()
+    # What a seed draws depends on the modules that are loaded, so seeds go on until enough has happened.
+    for seed in range(30):
+        seeded_machines.run(EngineMachine, range(seed, seed + 1))
+        if totals["operations"] >= MIN_OPERATIONS and all(totals[name] >= 10 for name in happened):
+            return
+    raise AssertionError(totals)
 
 
 @pytest.mark.slow
