@@ -7,6 +7,8 @@ eviction starts, how much it frees at once, and what the surrounding system does
 import dataclasses
 import enum
 
+from penelope_jax.value_bytes import ADDED
+
 
 class Start(enum.Enum):
     """Where in the chosen history eviction starts (paper, part one)."""
@@ -48,6 +50,10 @@ class Policy:
         stamp_waiting: whether the histories of waiting requests are stamped at each scheduling round, as SGLang does
             under LPM.
         insert_unit: whether a tree node is one prefill chunk or one whole prompt.
+        inclusive: with a host tier, whether the tiers are two caches as in SGLang: a page that leaves the device is
+            written back to the host and keeps its place there when it returns, and each tier evicts by its own order.
+            Else a page is in one tier, and one order over both says what is evicted.
+        count_host_hits: whether the order of the queue counts what is on the host.
     """
 
     name: str
@@ -56,12 +62,15 @@ class Policy:
     history: History = History.LRU
     stamp_waiting: bool = True
     insert_unit: InsertUnit = InsertUnit.CHUNK
+    inclusive: bool = dataclasses.field(default=False, metadata=ADDED)
+    count_host_hits: bool = dataclasses.field(default=True, metadata=ADDED)
 
 
 POLICIES: dict[str, Policy] = {
     policy.name: policy
     for policy in (
-        Policy(name="sglang", start=Start.LEAF_TAIL, unit=Unit.NODE),
+        Policy(name="sglang", start=Start.LEAF_TAIL, unit=Unit.NODE, inclusive=True),
+        Policy(name="sglang-device-lpm", start=Start.LEAF_TAIL, unit=Unit.NODE, inclusive=True, count_host_hits=False),
         Policy(name="vllm", start=Start.LEAF_TAIL, unit=Unit.PAGE, stamp_waiting=False),
         Policy(name="leaf-head", start=Start.LEAF_HEAD, unit=Unit.PAGE),
         Policy(name="leaf-head-node", start=Start.LEAF_HEAD, unit=Unit.NODE),
@@ -97,6 +106,13 @@ class EngineConfig:
     Attributes:
         device_tokens: capacity of the device pool, in tokens; a multiple of `page_size`.
         host_tokens: capacity of the host pool, in tokens (0: no host tier).
+        swap_tokens: host memory beyond `host_tokens` through which pages change places when both tiers are full
+            (paper, part three); without a host tier it does not exist.
+        max_moving_tokens: most tokens whose pages are moving at once, both ways together; 0: `max_step_tokens` +
+            `swap_tokens`. Bounds the memory that copies hold.
+        prefetch_tokens: most tokens loaded ahead for waiting requests at once; 0: none.
+        load_units: what loading a page costs, in units: its bytes by the link's bandwidth and the time of a unit. A
+            host page that is cheaper to compute is computed; 0: every host page is loaded.
         page_size: tokens a page.
         policy: the eviction policy.
         scheduler: `lpm`, `lpm-cost` or `fcfs`.
@@ -125,6 +141,10 @@ class EngineConfig:
     linear_cost: float = 0.0
     vocab_size: int = 2**31 - 1
     weights_fingerprint: str = ""
+    swap_tokens: int = dataclasses.field(default=1024, metadata=ADDED)
+    max_moving_tokens: int = dataclasses.field(default=0, metadata=ADDED)
+    prefetch_tokens: int = dataclasses.field(default=1024, metadata=ADDED)
+    load_units: float = dataclasses.field(default=0.0, metadata=ADDED)
 
     def __post_init__(self):
         check_page_size(self.page_size)
@@ -138,14 +158,29 @@ class EngineConfig:
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
-        for name in ("host_tokens", "output_reserve", "max_wait_s", "linear_cost"):
+        for name in (
+            "host_tokens",
+            "output_reserve",
+            "max_wait_s",
+            "linear_cost",
+            "swap_tokens",
+            "max_moving_tokens",
+            "prefetch_tokens",
+            "load_units",
+        ):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative.")
         for name in ("device_tokens", "host_tokens", "max_step_tokens"):
             if getattr(self, name) % self.page_size:
                 raise ValueError(f"{name}={getattr(self, name)} must be a multiple of page_size={self.page_size}.")
         if self.host_tokens:
-            raise ValueError(f"host_tokens={self.host_tokens}: this version has no host tier; use 0.")
+            for name, least in (("swap_tokens", 1), ("max_moving_tokens", 0), ("prefetch_tokens", 0)):
+                value = getattr(self, name)
+                if value % self.page_size or value < least:
+                    raise ValueError(
+                        f"{name}={value} must be a multiple of page_size={self.page_size}, and at least {least}, "
+                        "with a host tier."
+                    )
         if self.scheduler not in SCHEDULERS:
             raise ValueError(f"unknown scheduler {self.scheduler!r}; known: {', '.join(SCHEDULERS)}.")
 
@@ -160,3 +195,16 @@ class EngineConfig:
     @property
     def num_host_pages(self) -> int:
         return self.host_tokens // self.page_size
+
+    @property
+    def num_swap_pages(self) -> int:
+        """Host pages beyond `num_host_pages`; host page ids are below the sum of both."""
+        return self.swap_tokens // self.page_size if self.host_tokens else 0
+
+    @property
+    def max_moving_pages(self) -> int:
+        return (self.max_moving_tokens or self.max_step_tokens + self.swap_tokens) // self.page_size
+
+    @property
+    def max_prefetch_pages(self) -> int:
+        return self.prefetch_tokens // self.page_size

@@ -63,7 +63,23 @@ class Flush:
     time_s: float = 0.0
 
 
-Event = Submit | Abort | Stop | Flush | StepDone
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class MoveDone:
+    """Moves between the tiers ended.
+
+    Attributes:
+        done: ids of moves whose pages are where they were to go.
+        failed: ids of moves that did not happen: nothing was put into their targets. What a failed demotion was to
+            save is lost, as its device pages have been used again; what a failed load was to bring is still on the host.
+        time_s: when.
+    """
+
+    done: tuple[int, ...]
+    failed: tuple[int, ...] = ()
+    time_s: float = 0.0
+
+
+Event = Submit | Abort | Stop | Flush | StepDone | MoveDone
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from penelope_jax.moves import Move
 from penelope_jax.value_bytes import ADDED
 
 MAX_TOP_LOGPROBS = 20
@@ -183,12 +184,15 @@ class StepPlan:
         segments: rows of the batch.
         evicted: spans evicted to make room for this step, in order.
         retracted: ids of requests sent back to the queue by this plan.
+        moves: to be started before the segments, in order. A plan without segments has only these: it is no step, and
+            the next plan has the same number.
     """
 
     step: int
     segments: tuple[Segment, ...]
     evicted: tuple[EvictedSpan, ...] = ()
     retracted: tuple[int, ...] = ()
+    moves: tuple[Move, ...] = dataclasses.field(default=(), metadata=ADDED)
 
     @property
     def num_tokens(self) -> int:

@@ -64,13 +64,13 @@ def error_line(capsys, *args):
 BAD_FLAGS = [
     (
         ["--policy", "lru"],
-        "unknown policy 'lru'; known: sglang, vllm, leaf-head, leaf-head-node, front-node, penelope.",
+        "unknown policy 'lru'; known: sglang, sglang-device-lpm, vllm, leaf-head, leaf-head-node, front-node, penelope.",
     ),
     (["--policy", "vllm,vllm"], "--policy vllm,vllm: a policy is named twice."),
     (["--page-size", "48"], "page_size=48 must be a power of two from 1 to 1024."),
     (["--device-tokens", "0"], "device_tokens=0 must be at least 1."),
     (["--device-tokens", "100"], "device_tokens=100 must be a multiple of page_size=64."),
-    (["--host-tokens", "640"], "host_tokens=640: this version has no host tier; use 0."),
+    (["--host-tokens", "100"], "host_tokens=100 must be a multiple of page_size=64."),
     (["--scheduler", "sjf"], "unknown scheduler 'sjf'; known: lpm, lpm-cost, fcfs."),
     (["--sessions", "0"], "sessions=0 must be from 1 to 4096."),
     (["--max-context", "0"], "max_context=0 must be at least 1."),

@@ -8,9 +8,10 @@ from penelope_jax.config import POLICIES, SCHEDULERS, EngineConfig, Start, Unit,
 from penelope_jax.segments import SamplingParams
 
 
-def test_the_six_policies_are_what_their_names_say():
+def test_the_policies_are_what_their_names_say():
     assert {name: (policy.start, policy.unit) for name, policy in POLICIES.items()} == {
         "sglang": (Start.LEAF_TAIL, Unit.NODE),
+        "sglang-device-lpm": (Start.LEAF_TAIL, Unit.NODE),
         "vllm": (Start.LEAF_TAIL, Unit.PAGE),
         "leaf-head": (Start.LEAF_HEAD, Unit.PAGE),
         "leaf-head-node": (Start.LEAF_HEAD, Unit.NODE),
@@ -25,7 +26,7 @@ def test_an_unknown_policy_is_an_error_that_lists_the_known_ones():
     with pytest.raises(ValueError) as caught:
         policy_named("lru")
     assert str(caught.value) == (
-        "unknown policy 'lru'; known: sglang, vllm, leaf-head, leaf-head-node, front-node, penelope."
+        "unknown policy 'lru'; known: sglang, sglang-device-lpm, vllm, leaf-head, leaf-head-node, front-node, penelope."
     )
 
 
@@ -46,7 +47,24 @@ def test_an_unknown_policy_is_an_error_that_lists_the_known_ones():
         ({"vocab_size": 0}, "vocab_size=0 must be at least 1."),
         ({"host_tokens": -64}, "host_tokens=-64 must not be negative."),
         ({"host_tokens": 100}, "host_tokens=100 must be a multiple of page_size=64."),
-        ({"host_tokens": 64}, "host_tokens=64: this version has no host tier; use 0."),
+        ({"swap_tokens": -1}, "swap_tokens=-1 must not be negative."),
+        ({"load_units": -0.5}, "load_units=-0.5 must not be negative."),
+        (
+            {"host_tokens": 64, "swap_tokens": 0},
+            "swap_tokens=0 must be a multiple of page_size=64, and at least 1, with a host tier.",
+        ),
+        (
+            {"host_tokens": 64, "swap_tokens": 96},
+            "swap_tokens=96 must be a multiple of page_size=64, and at least 1, with a host tier.",
+        ),
+        (
+            {"host_tokens": 64, "prefetch_tokens": 32},
+            "prefetch_tokens=32 must be a multiple of page_size=64, and at least 0, with a host tier.",
+        ),
+        (
+            {"host_tokens": 64, "max_moving_tokens": 8},
+            "max_moving_tokens=8 must be a multiple of page_size=64, and at least 0, with a host tier.",
+        ),
         ({"output_reserve": -1}, "output_reserve=-1 must not be negative."),
         ({"max_wait_s": -0.5}, "max_wait_s=-0.5 must not be negative."),
         ({"linear_cost": -1.0}, "linear_cost=-1.0 must not be negative."),
@@ -60,8 +78,8 @@ def test_a_bad_engine_config_is_refused(changes: dict, message: str):
 
 
 def test_an_unknown_option_is_an_error():
-    with pytest.raises(TypeError, match="unexpected keyword argument 'swap_tokens'"):
-        EngineConfig(device_tokens=640, swap_tokens=1)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="unexpected keyword argument 'swap_pages'"):
+        EngineConfig(device_tokens=640, swap_pages=1)  # type: ignore[call-arg]
 
 
 def test_equal_configs_are_one_value():
