@@ -4,8 +4,12 @@
 
 Parts:
     hopper-kernels  paged attention for H100: registers, spills, shared memory, wgmma and TMA in the machine code
+    hopper-copies   writes of K/V and page copies for H100 and H200: in place
+    hopper-steps    the whole step of Qwen3-8B, -32B and -235B-A22B on H100 and H200: bytes of a device, in place
+    tpu-copies      as hopper-copies, for TPUs
+    tpu-steps       as hopper-steps, for TPUs
 
-In a virtual environment of its own, as the plugin makes other programs look for a GPU:
+In a virtual environment of its own, as the plugins make other programs look for their devices:
 
     pip install -e '.[aot]' && JAX_PLATFORMS=cpu python -m penelope_jax.experiments.aot_check
 
@@ -14,142 +18,37 @@ Exits with 1 where a bar is missed. `experiments/results/` has what it printed.
 
 import argparse
 import dataclasses
-import functools
+import importlib.metadata
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
-
-from penelope_jax.experiments import aot_cuda
+from penelope_jax.experiments import aot_cuda, aot_hopper, aot_slices
 from penelope_jax.experiments.command import start_module
-from penelope_jax.kernels.paged_attention import ragged_paged_attention
 from penelope_jax.metrics import write_json
-
-MOST_REGISTERS = 232  # of a thread, where three warpgroups share the 65,536 of a multiprocessor
-_LAUNCH_REGISTERS = 65_536
 
 
 @dataclasses.dataclass(frozen=True)
-class Attention:
-    """Sizes of one call of attention.
+class Part:
+    """Something to compile.
 
     Attributes:
-        name: what it stands for.
-        num_heads: query heads.
-        num_kv_heads: kv heads.
-        head_dim: of both.
-        q_tile: rows of a tile.
-        page_size: tokens.
-        dtype: of queries and pages.
-        deterministic: as in `ragged_paged_attention`.
-        num_rows: of the batch.
-        num_tiles: of the batch.
-        max_context: tokens of the page table's width.
+        compile: returns reports, dataclasses, and what misses a bar.
+        show: prints the reports.
     """
 
-    name: str
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    q_tile: int
-    page_size: int = 64
-    dtype: str = "bfloat16"
-    deterministic: bool = False
-    num_rows: int = 2048
-    num_tiles: int = 96
-    max_context: int = 131_072
+    compile: Callable[[], tuple[list[Any], list[str]]]
+    show: Callable[[list[Any]], None]
 
 
-# Heads of Qwen3-8B and -32B are 32/8 and 64/8 of 128, of -235B-A22B 64/4 of 128; split over 4 chips the latter has 16/1.
-ATTENTIONS = (
-    Attention("prefill 32/8 x 128", 32, 8, 128, 32),
-    Attention("prefill 64/8 x 128", 64, 8, 128, 32),
-    Attention("prefill 16/1 x 128", 16, 1, 128, 32),
-    Attention("prefill 8/8 x 128", 8, 8, 128, 128),
-    Attention("prefill 24/8 x 128", 24, 8, 128, 48),
-    Attention("prefill 32/8 x 64", 32, 8, 64, 32),
-    Attention("prefill 32/8 x 128, float16", 32, 8, 128, 32, dtype="float16"),
-    Attention("prefill 32/8 x 128, pages of 16", 32, 8, 128, 32, page_size=16),
-    Attention("prefill 32/8 x 128, pages of 128", 32, 8, 128, 32, page_size=128),
-    Attention("decode 32/8 x 128", 32, 8, 128, 2, num_rows=64, num_tiles=64),
-    Attention("decode 32/8 x 64", 32, 8, 64, 2, num_rows=64, num_tiles=64),
-    Attention("decode 32/8 x 128, pages of 16", 32, 8, 128, 2, page_size=16, num_rows=64, num_tiles=64),
-    Attention("decode 16/1 x 128", 16, 1, 128, 1, num_rows=64, num_tiles=64),
-    Attention("decode 32/8 x 128, not split", 32, 8, 128, 2, deterministic=True, num_rows=64, num_tiles=64),
-)
-_NUM_PAGES, _NUM_LAYERS, _NUM_SEGMENTS = 1024, 36, 64
-
-
-def hopper_kernels() -> tuple[list[aot_cuda.ProgramReport], list[str]]:
-    """Compiles paged attention for H100. Returns the reports, and what misses a bar."""
-    mesh = aot_cuda.absent_mesh("h100", (1,), ("device",))
-    sharding = NamedSharding(mesh, PartitionSpec())
-    reports, missed = [], []
-    for sizes in ATTENTIONS:
-        pool_shape = (_NUM_PAGES, _NUM_LAYERS, 2, sizes.num_kv_heads, sizes.page_size, sizes.head_dim)
-        arguments = [
-            jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-            for shape, dtype in (
-                ((sizes.num_rows, sizes.num_heads, sizes.head_dim), sizes.dtype),
-                (pool_shape, sizes.dtype),
-                ((), "int32"),
-                ((sizes.num_tiles, 4), "int32"),
-                ((_NUM_SEGMENTS, sizes.max_context // sizes.page_size), "int32"),
-            )
-        ]
-        attend = functools.partial(
-            ragged_paged_attention,
-            q_tile=sizes.q_tile,
-            scale=sizes.head_dim**-0.5,
-            implementation="gpu",
-            deterministic=sizes.deterministic,
-        )
-        report = aot_cuda.compile_program(sizes.name, attend, arguments, mesh)
-        reports.append(report)
-        missed += [f"{report.name}: {text}" for text in _missed_bars(report, arguments[1])]
-    return reports, missed
-
-
-def _missed_bars(report: aot_cuda.ProgramReport, pool: jax.ShapeDtypeStruct) -> list[str]:
-    missed = []
-    if not report.kernels:
-        missed.append("no kernel was compiled")
-    if report.temporary_bytes >= pool.size * jnp.dtype(pool.dtype).itemsize:
-        missed.append("temporary memory as large as the pool: it is copied")
-    for kernel in report.kernels:
-        code = kernel.ptx if kernel.sass is None else kernel.sass
-        if kernel.spill_bytes or code.get("local"):
-            missed.append(f"{kernel.name} spills registers")
-        if kernel.worker_registers > MOST_REGISTERS:
-            missed.append(f"{kernel.name} uses {kernel.worker_registers} registers a thread; at most {MOST_REGISTERS}")
-        if kernel.registers * kernel.threads > _LAUNCH_REGISTERS:
-            missed.append(f"{kernel.name} uses {kernel.registers} registers in {kernel.threads} threads")
-        if kernel.remarks:
-            missed.append(f"{kernel.name}: {'; '.join(kernel.remarks)}")
-        wanted = ("tma_load",) if kernel.name.endswith("_combine") else ("wgmma", "tma_load", "exp_beside_wgmma")
-        missed += [f"{kernel.name} has no {name}" for name in wanted if not code.get(name, kernel.sass is None)]
-    return missed
-
-
-PARTS: dict[str, Callable[[], tuple[list[Any], list[str]]]] = {"hopper-kernels": hopper_kernels}
-
-
-def print_kernels(reports: list[aot_cuda.ProgramReport]) -> None:
-    """Prints a line for each kernel."""
-    print(f"{'program':34s} {'kernel':24s} registers  spills  shared B  wgmma  TMA load/store  exp beside  temp MiB")
-    for report in reports:
-        for kernel in report.kernels:
-            code = kernel.ptx if kernel.sass is None else kernel.sass
-            registers = f"{kernel.registers}" + (f"/{kernel.worker_registers}" if kernel.worker_registers else "")
-            print(
-                f"{report.name:34s} {kernel.name:24s} {registers:>9s} {kernel.spill_bytes:7d} "
-                f"{kernel.shared_memory_bytes:9d} {code['wgmma']:6d} {code['tma_load']:8d}/{code['tma_store']:<6d} "
-                f"{code.get('exp_beside_wgmma', '-'):>10} {report.temporary_bytes / 2**20:9.1f}"
-            )
+PARTS = {
+    "hopper-kernels": Part(aot_hopper.compile_kernels, aot_hopper.print_kernels),
+    "hopper-copies": Part(aot_slices.compile_gpu_copies, aot_slices.print_programs),
+    "hopper-steps": Part(aot_slices.compile_gpu_steps, aot_slices.print_programs),
+    "tpu-copies": Part(aot_slices.compile_tpu_copies, aot_slices.print_programs),
+    "tpu-steps": Part(aot_slices.compile_tpu_steps, aot_slices.print_programs),
+}
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
@@ -157,18 +56,26 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE")
 
 
+def _compilers() -> Iterator[tuple[str, str | None]]:
+    for package in ("jax", "jaxlib", "jax-cuda13-plugin", "libtpu"):
+        try:
+            yield package, importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            yield package, None
+    yield "ptxas", aot_cuda.ptxas_version()
+
+
 def _run(args: argparse.Namespace) -> int:
     results: dict[str, Any] = {
         "date": datetime.now(UTC).date().isoformat(),
-        "jax": jax.__version__,
         "python": platform.python_version(),
-        "ptxas": aot_cuda.ptxas_version(),
+        "compilers": {name: version for name, version in _compilers() if version},
     }
     all_missed = []
-    for part in args.part or PARTS:
-        reports, missed = PARTS[part]()
-        print_kernels(reports)
-        results[part] = [dataclasses.asdict(report) for report in reports]
+    for name in args.part or PARTS:
+        reports, missed = PARTS[name].compile()
+        PARTS[name].show(reports)
+        results[name] = [dataclasses.asdict(report) for report in reports]
         all_missed += missed
     for text in all_missed:
         print(f"MISSED {text}")

@@ -22,6 +22,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from penelope_jax.errors import InputError
+from penelope_jax.experiments.aot_programs import large_copies
 
 # Name: bytes a second, bytes of memory, kind. Otherwise the two are the same chip.
 _DEVICES = {
@@ -71,13 +72,14 @@ class KernelReport:
 
 @dataclasses.dataclass(frozen=True)
 class ProgramReport:
-    """One jitted program: bytes on a device, and its Pallas kernels."""
+    """One jitted program: bytes on a device, what of 1 MiB or more is copied there, and its Pallas kernels."""
 
     name: str
     argument_bytes: int
     output_bytes: int
     aliased_bytes: int
     temporary_bytes: int
+    large_copies: tuple[str, ...]
     kernels: tuple[KernelReport, ...]
 
 
@@ -107,14 +109,15 @@ def compile_program(name: str, function: Callable, arguments: Sequence[Any], mes
     Args:
         name: of the program, for the report.
         function: to jit.
-        arguments: `jax.ShapeDtypeStruct`s with shardings over the mesh.
+        arguments: trees of `jax.ShapeDtypeStruct`s with shardings over the mesh.
         mesh: of absent devices.
         **jit: options of `jax.jit`.
     """
     with tempfile.TemporaryDirectory() as folder:
         with _mosaic_dump(folder), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            memory = jax.jit(function, **jit).lower(*arguments).compile().memory_analysis()
+            compiled = jax.jit(function, **jit).lower(*arguments).compile()
         kernels = _read_kernels(pathlib.Path(folder))
+    memory = compiled.memory_analysis()
     if memory is None:
         raise RuntimeError(f"{name}: the compiler gives no memory analysis.")
     return ProgramReport(
@@ -123,12 +126,15 @@ def compile_program(name: str, function: Callable, arguments: Sequence[Any], mes
         output_bytes=memory.output_size_in_bytes,
         aliased_bytes=memory.alias_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes,
+        large_copies=large_copies(compiled.as_text() or ""),
         kernels=kernels,
     )
 
 
-def ptxas_version() -> str:
-    """Returns the version of the ptxas that is used."""
+def ptxas_version() -> str | None:
+    """Returns the version of the ptxas that is used, None where there is none."""
+    if _tool("ptxas") is None:
+        return None
     found = re.search(r"\bV([\d.]+)", _run("ptxas", "--version"))
     return found.group(1) if found else "unknown"
 
@@ -156,7 +162,8 @@ def _read_kernels(folder: pathlib.Path) -> tuple[KernelReport, ...]:
     """Reads what was dumped.
 
     A kernel that this process has compiled before is not compiled, or dumped, again. The texts that Mosaic GPU starts
-    from and the PTX are numbered apart, each in the order of compilation.
+    from and the PTX are numbered apart, and in different orders: the name and the number of threads tell which belong
+    together.
     """
 
     def in_order(ending: str) -> list[tuple[str, pathlib.Path]]:
@@ -167,9 +174,17 @@ def _read_kernels(folder: pathlib.Path) -> tuple[KernelReport, ...]:
     for stem, path in in_order(".before_layout_inference.txt"):
         name, text = stem.rpartition("_")[0], path.read_text(encoding="utf-8").replace(stem, "")
         if text not in _known_kernels:
-            code = next(pair for pair in codes if pair[0].rpartition("_")[0] == name)
-            codes.remove(code)
-            _known_kernels[text] = _read_kernel(name, code[1], text)
+            threads = _first_number(r"gpu\.launch .* threads\(.*?\) in \(%\w+ = %c(\d+),", text)
+            fitting = [
+                (code, path)
+                for code, path in codes
+                if code.rpartition("_")[0] == name
+                and _first_number(r"\.maxntid (\d+)", path.read_text(encoding="utf-8")) == threads
+            ]
+            if len(fitting) != 1:
+                raise RuntimeError(f"{len(fitting)} kernels of {threads} threads are called {name}; expected 1.")
+            codes.remove(fitting[0])
+            _known_kernels[text] = _read_kernel(name, fitting[0][1], text)
         kernels.append(_known_kernels[text])
     if codes:
         raise RuntimeError(f"The PTX {codes[0][0]} belongs to no kernel.")

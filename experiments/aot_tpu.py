@@ -19,6 +19,7 @@ from jax.experimental import mesh_utils, topologies
 from jax.sharding import Mesh
 
 from penelope_jax.errors import InputError
+from penelope_jax.experiments.aot_programs import large_copies
 
 # Name of a generation: how many axes its networks have, and devices of a chip. The two cores of a v5p are one device.
 _GENERATIONS = {"v5e": (2, 1), "v5p": (3, 1), "v6e": (2, 1), "tpu7x": (3, 2)}
@@ -59,13 +60,14 @@ class KernelReport:
 
 @dataclasses.dataclass(frozen=True)
 class ProgramReport:
-    """One jitted program: bytes on a device, and its Pallas kernels."""
+    """One jitted program: bytes on a device, what of 1 MiB or more is copied there, and its Pallas kernels."""
 
     name: str
     argument_bytes: int
     output_bytes: int
     aliased_bytes: int
     temporary_bytes: int
+    large_copies: tuple[str, ...]
     kernels: tuple[KernelReport, ...]
 
 
@@ -114,14 +116,15 @@ def compile_program(name: str, function: Callable, arguments: Sequence[Any], mes
     memory = compiled.memory_analysis()
     if memory is None:
         raise RuntimeError(f"{name}: the compiler gives no memory analysis.")
-    dumps = _take_dumps()
+    dumps, text = _take_dumps(), compiled.as_text() or ""
     return ProgramReport(
         name=name,
         argument_bytes=memory.argument_size_in_bytes,
         output_bytes=memory.output_size_in_bytes,
         aliased_bytes=memory.alias_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes,
-        kernels=tuple(_read_kernel(call, dumps) for call in _kernel_calls(compiled.as_text() or "")),
+        large_copies=large_copies(text),
+        kernels=tuple(_read_kernel(call, dumps) for call in _kernel_calls(text)),
     )
 
 
