@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from penelope_jax import cost, histories, radix_tree
+from penelope_jax import cost, histories, radix_tree, tiers
 from penelope_jax.config import EngineConfig
 from penelope_jax.events import RequestMetrics
 from penelope_jax.pages import NO_PAGE, Tier, frozen
@@ -52,7 +52,11 @@ def admit(cache: CacheState, config: EngineConfig, request: Request) -> tuple[Ca
     """
     size = config.page_size
     prompt_len = len(request.prompt)
-    found = radix_tree.match(cache, request.prompt, request.namespace, (prompt_len - 1) // size)
+    limit = (prompt_len - 1) // size
+    found = radix_tree.match(cache, request.prompt, request.namespace, limit)
+    cheaper = tiers.drop_cheap(cache, found.node_ids, found.stop, config.linear_cost, config.load_units)
+    if cheaper is not cache:
+        cache, found = cheaper, radix_tree.match(cheaper, request.prompt, request.namespace, limit)
     path_pages = prompt_len // size
     if prompt_len % size == 0 and _last_page_known(cache, request, path_pages):
         path_pages -= 1  # a full hit: the last page is recomputed into a private page (rule 3)
@@ -69,9 +73,13 @@ def admit(cache: CacheState, config: EngineConfig, request: Request) -> tuple[Ca
         path_stop=path_stop,
         match_stop=found.stop,
         page_table=frozen(table.copy()),
-        num_owned=sum(stop - start for start, stop in claim.owned) // size,
+        num_owned=int(np.count_nonzero(table == NO_PAGE)) if cache.num_host else _num_pages(claim.owned, size),
         next_pos=0,
     )
+
+
+def _num_pages(spans: tuple[tuple[int, int], ...], page_size: int) -> int:
+    return sum(stop - start for start, stop in spans) // page_size
 
 
 def _last_page_known(cache: CacheState, request: Request, num_pages: int) -> bool:
@@ -119,9 +127,9 @@ def claimed_pages(config: EngineConfig, request: Request) -> int:
 
 
 def evictable_pages(cache: CacheState, config: EngineConfig, running: tuple[Request, ...]) -> int:
-    """Returns how many device pages of the tree no running request needs."""
+    """Returns how many device pages of the tree no running request needs: they can be evicted, or move to the host."""
     pinned = np.zeros(config.num_device_pages, bool)
     for request in running:
         table = request.page_table[: request.path_stop // config.page_size]
         pinned[table[table != NO_PAGE]] = True
-    return cache.num_resident - int(np.count_nonzero(pinned))
+    return cache.num_device - int(np.count_nonzero(pinned))

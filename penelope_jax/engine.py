@@ -8,6 +8,7 @@ import dataclasses
 
 import numpy as np
 
+from penelope_jax import tiers
 from penelope_jax.admission import refusal, resolved_max_tokens
 from penelope_jax.config import EngineConfig
 from penelope_jax.events import (
@@ -15,6 +16,7 @@ from penelope_jax.events import (
     Event,
     Finished,
     Flush,
+    MoveDone,
     Refused,
     Sampled,
     Scored,
@@ -39,8 +41,8 @@ def apply(state: EngineState, events: tuple[Event, ...] | list[Event]) -> tuple[
         The next state, and what clients should hear of.
 
     Raises:
-        ValueError: a step that is not the oldest in flight, a request id used twice, results of the wrong shape,
-            or a stop at tokens that were not sampled.
+        ValueError: a step that is not the oldest in flight, a move that is not under way, a request id used twice,
+            results of the wrong shape, or a stop at tokens that were not sampled.
         TypeError: not an event.
     """
     updates: list[Update] = []
@@ -57,8 +59,11 @@ def apply(state: EngineState, events: tuple[Event, ...] | list[Event]) -> tuple[
                 state = _stop(state, event, updates)
             case StepDone():
                 state = _step_done(state, event, updates)
+            case MoveDone():
+                state = _move_done(state, event)
             case Flush():
-                cache, _ = evict(state.cache, state.cache.num_resident, state.config.policy)
+                cache = tiers.let_go(state.cache) if state.cache.moves else state.cache
+                cache, _ = evict(cache, cache.num_resident, state.config.policy)
                 state = dataclasses.replace(state, cache=cache)
     return state, tuple(updates)
 
@@ -191,6 +196,19 @@ def _step_done(state: EngineState, event: StepDone, updates: list[Update]) -> En
             updates.append(Scored(request_id=request_id, start=start, logprobs=values, reused=reused))
             running[request_id] = dataclasses.replace(request, score_pos=start + num_rows)
     return _let_go(dataclasses.replace(state, running=tuple(running.values()), in_flight=tuple(rest)), updates)
+
+
+def _move_done(state: EngineState, event: MoveDone) -> EngineState:
+    cache, num_lost = state.cache, 0
+    for move_id in event.done:
+        cache = tiers.arrive(cache, move_id, keep_copies=state.config.policy.inclusive)
+    heirs = tuple(
+        (request.request_id, request.pin) for request in state.running if not request.prefilled and not request.leaving
+    )
+    for move_id in event.failed:
+        cache, number = tiers.fail(cache, move_id, heirs)
+        num_lost += number
+    return dataclasses.replace(state, cache=cache, counters=count(state.counters, lost_pages=num_lost))
 
 
 def _tops(event: StepDone, wanted: list[int]) -> list[tuple[tuple[int, float], ...]]:

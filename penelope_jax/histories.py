@@ -71,26 +71,26 @@ def _end_node(edit: TreeEdit, tokens: np.ndarray, num_pages: int, namespace: str
     text = data[start * TOKEN_BYTES : num_pages * page_bytes]
     child = edit.put(
         Node(
-            edit.new_id(),
-            node.node_id,
-            start,
-            text,
-            frozen(np.full(missing, NO_PAGE, np.int32)),
-            frozen(np.full(missing, Tier.MISSING, np.int8)),
-            0,
-            None,
-            type(node.children)(),
-            0,
-            edit.tick(),
+            node_id=edit.new_id(),
+            parent_id=node.node_id,
+            start=start,
+            tokens=text,
+            page_ids=frozen(np.full(missing, NO_PAGE, np.int32)),
+            tiers=frozen(np.full(missing, Tier.MISSING, np.int8)),
+            num_resident=0,
+            num_host=0,
+            owners=None,
+            moving=None,
+            copies=None,
+            children=type(node.children)(),
+            num_pins=0,
+            num_busy=0,
+            stamp=edit.tick(),
         )
     )
     parent = edit.nodes[node.node_id]
     edit.put(parent._replace(children=parent.children.set(text[:page_bytes], child.node_id)))
     return child
-
-
-def _stamp(edit: TreeEdit, node: Node) -> Node:
-    return edit.put(node._replace(stamp=edit.tick()))
 
 
 def insert(
@@ -130,7 +130,7 @@ def insert(
         if missing.any():
             _fill_where(edit, node, first, missing, given)
         node = edit.nodes[node.parent_id]
-    end = _stamp(edit, edit.nodes[end.node_id]) if num_pages else end
+    end = edit.stamp(edit.nodes[end.node_id]) if num_pages else end
     edit.prune(end.node_id)
     empty = np.empty(0, np.int32)
     return edit.finish(), Insertion(
@@ -160,7 +160,7 @@ def touch(cache: CacheState, found: Match) -> CacheState:
     if not found.node_ids:
         return cache
     edit = TreeEdit(cache)
-    _stamp(edit, _end_of_match(edit, found))
+    edit.stamp(_end_of_match(edit, found))
     return edit.finish()
 
 
@@ -228,7 +228,7 @@ def claim(cache: CacheState, tokens, num_pages: int, owner: int, namespace: str 
                 owned.extend(reversed(_runs(free, node.start, cache.page_size)))
         node = edit.nodes[node.parent_id]
     if num_pages:
-        _stamp(edit, edit.nodes[end.node_id])
+        edit.stamp(edit.nodes[end.node_id])
     after, receipt = _pin_node(edit, edit.nodes[end.node_id])
     return after, Claim(receipt, tuple(_joined(owned[::-1])))
 

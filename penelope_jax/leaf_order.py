@@ -62,12 +62,20 @@ def _removed(trie: tuple | None, shift: int, stamp: int, node_id: int) -> tuple 
 
 def oldest(order: LeafOrder) -> int | None:
     """Returns the node id with the smallest stamp, or None when there is no leaf."""
-    trie = order.root
+    found = oldest_entry(order)
+    return None if found is None else found[1]
+
+
+def oldest_entry(order: LeafOrder) -> tuple[int, int] | None:
+    """Returns the smallest stamp and its node id, or None when there is no leaf."""
+    trie, stamp = order.root, 0
     if trie is None:
         return None
     for _ in range(order.depth):
-        trie = next(child for child in trie if child is not None)
-    return trie  # type: ignore[return-value]
+        slot = next(slot for slot, child in enumerate(trie) if child is not None)
+        stamp = stamp << _BITS | slot
+        trie = trie[slot]
+    return stamp, trie  # type: ignore[return-value]
 
 
 def in_order(order: LeafOrder) -> Iterator[tuple[int, int]]:

@@ -8,12 +8,13 @@ import dataclasses
 
 import numpy as np
 
-from penelope_jax import eviction, histories, pages, radix_tree, scheduler
+from penelope_jax import histories, radix_tree, scheduler
 from penelope_jax.admission import admit, claimed_pages, evictable_pages
 from penelope_jax.config import InsertUnit
 from penelope_jax.leaving import release, with_retracted
-from penelope_jax.pages import NO_PAGE, frozen
-from penelope_jax.segments import EvictedSpan, Segment, SegmentKind, SlotStart, StepPlan
+from penelope_jax.pages import NO_PAGE, Tier, frozen
+from penelope_jax.room import Room
+from penelope_jax.segments import Segment, SegmentKind, SlotStart, StepPlan
 from penelope_jax.state import EngineState, InFlight, Request, count
 
 _COUNTER_OF = {
@@ -30,7 +31,8 @@ def plan(state: EngineState) -> tuple[EngineState, StepPlan | None]:
     At most one step may be in flight: its sampled tokens may feed this one, older ones must be back.
 
     Returns:
-        The state in which the step counts as planned, and the plan; None when there is nothing to run now.
+        The state in which the step counts as planned, and the plan; None when there is nothing to do now. A plan
+        without segments has only moves and is no step.
     """
     if len(state.in_flight) > 1:
         raise ValueError(f"{len(state.in_flight)} steps are in flight; at most 1 may be when a step is planned.")
@@ -41,47 +43,34 @@ def plan(state: EngineState) -> tuple[EngineState, StepPlan | None]:
     return planner.finish()
 
 
-class _Planner:
+class _Planner(Room):
     def __init__(self, state: EngineState):
+        super().__init__(state.config, state.cache)
         self.state = state
-        self.config = state.config
-        self.cache = state.cache
         self.page_size = state.config.page_size
         self.running = list(state.running)
         self.waiting = state.waiting
-        self.tally: dict[str, int] = {}  # what this step adds to the counters
         self.tokens_left = state.config.max_step_tokens
         self.segments_left = state.config.max_step_segments
         self.segments: list[Segment] = []
-        self.evicted: list[EvictedSpan] = []
         self.retracted: list[int] = []
         self.marked: set[int] = set()  # requests to be retracted when their last step is back
         self.planned: set[int] = set()  # requests with a row in this step
         self.num_samples = 0
 
-    def tell(self, counter: str, number: int) -> None:
-        self.tally[counter] = self.tally.get(counter, 0) + number
-
     # Pages.
 
     def allocate(self, num_pages: int, requester: Request, *, last_resort: bool) -> np.ndarray | None:
-        """Takes pages: free ones, then evicted ones, then, as a last resort, those of younger requests.
+        """Takes pages: those that `take` finds and, as a last resort, those of younger requests.
 
         Returns:
             i32[num_pages], or None if there are not that many to be had now.
         """
         while True:
-            short = num_pages - self.cache.device.num_free
-            if short > 0:
-                self.cache, done = eviction.evict(self.cache, short, self.config.policy)
-                self.evicted.extend(done.spans)
-                self.tell("evicted_pages", done.num_pages)
-            if num_pages <= self.cache.device.num_free:
-                pool, page_ids = pages.take(self.cache.device, num_pages)
-                self.cache = dataclasses.replace(self.cache, device=pool)
+            page_ids = self.take(num_pages)
+            # Where pages are under way there may soon be more.
+            if page_ids is not None or not last_resort or self.moving or not self.retract_younger(requester):
                 return page_ids
-            if not last_resort or not self.retract_younger(requester):
-                return None
 
     def retract_younger(self, requester: Request) -> bool:
         """Sends back the youngest request that is younger than `requester` and has no row in this step.
@@ -197,8 +186,9 @@ class _Planner:
             if position // self.page_size == len(request.page_table):
                 page_ids = self.allocate(1, request, last_resort=True)
                 if page_ids is None:
-                    leaving = any(other.leaving for other in self.running)  # its pages come with its last step
-                    if len(self.running) > 1 and not leaving and not self.flying(request):
+                    # Pages come with the last step of one that leaves, and when moves have ended.
+                    waits = self.moving or any(other.leaving for other in self.running)
+                    if len(self.running) > 1 and not waits and not self.flying(request):
                         self.retract(request)  # older requests go on and finish
                     continue
                 table = frozen(np.concatenate([request.page_table, page_ids]))
@@ -217,16 +207,17 @@ class _Planner:
         """Takes the front of the request's compute list, up to the budget."""
         path_pages = request.path_stop // self.page_size
         if (request.page_table[:path_pages] == NO_PAGE).any():
-            # Pages that another request filled since.
+            # Pages that another request filled since, or that were loaded.
             table = request.page_table.copy()
             table[:path_pages] = radix_tree.path_page_ids(self.cache, request.pin.node_id)
-            if request.path_stop == len(request.prompt) and table[-1] != NO_PAGE:
+            path_tiers = radix_tree.path_tiers(self.cache, request.pin.node_id)
+            if request.path_stop == len(request.prompt) and path_tiers[-1] != Tier.MISSING:
                 # Another request's output reached the tree first: now a full hit, recomputed into a private page.
                 path_pages -= 1
                 table = table[:path_pages].copy()
                 request = dataclasses.replace(request, path_stop=path_pages * self.page_size)
             owners = radix_tree.path_owners(self.cache, request.pin.node_id)
-            num_owned = int((owners == request.request_id).sum())
+            num_owned = int((owners == request.request_id).sum()) + self.load_path(request)
             request = dataclasses.replace(request, page_table=frozen(table), num_owned=num_owned)
         else:
             owners = np.empty(0, np.int64)
@@ -315,10 +306,15 @@ class _Planner:
         return request, kind, position, stop
 
     def admit(self) -> None:
-        """Admits waiting requests in the scheduler's order, as long as rows, tokens and pages last."""
-        if not self.waiting or not self.tokens_left or not self.segments_left:
+        """Admits waiting requests in the scheduler's order, as long as rows, tokens and pages last.
+
+        For those that must wait, loads begin.
+        """
+        full = not self.tokens_left or not self.segments_left
+        if not self.waiting or full and not self.cache.num_host:
             return
-        matches = {}
+        matches: dict[int, radix_tree.Match] = {}
+        before = self.cache.clock
         if scheduler.needs_match(self.config.scheduler):
             for request in self.waiting:
                 limit = (len(request.prompt) - 1) // self.page_size
@@ -328,9 +324,8 @@ class _Planner:
                     self.cache = histories.touch(self.cache, found)
         state = dataclasses.replace(self.state, waiting=self.waiting)
         for request in scheduler.ordered(state, matches):
-            if len(self.running) >= self.config.max_running or not self.tokens_left or not self.segments_left:
-                break
-            if request.request_id in self.retracted:
+            full = full or not self.tokens_left or not self.segments_left
+            if full or len(self.running) >= self.config.max_running or request.request_id in self.retracted:
                 break
             slot = self.free_slot() if request.sampling.needs_slot else -1
             if slot == self.config.max_step_segments:
@@ -346,6 +341,9 @@ class _Planner:
             self.running.append(admitted)
             self.tell("admitted", int(request.metrics is None))
             self.extend(admitted)
+        if self.cache.num_host and not self.is_short:
+            waiting = dataclasses.replace(self.state, waiting=self.waiting)
+            self.prefetch(scheduler.ordered(waiting, matches), before)
 
     def free_slot(self) -> int:
         """Returns the smallest slot that no running request has; there are as many as rows of a step."""
@@ -353,6 +351,7 @@ class _Planner:
         return next(slot for slot in range(len(taken) + 1) if slot not in taken)
 
     def finish(self) -> tuple[EngineState, StepPlan | None]:
+        moves = self.start_moves()
         state = dataclasses.replace(
             self.state,
             cache=self.cache,
@@ -360,14 +359,17 @@ class _Planner:
             waiting=self.waiting,
             counters=count(self.state.counters, **self.tally),
         )
-        if not self.segments:
+        if not self.segments and not moves:
             return state, None
         plan_ = StepPlan(
             step=state.next_step,
             segments=tuple(self.segments),
             evicted=tuple(self.evicted),
             retracted=tuple(self.retracted),
+            moves=moves,
         )
+        if not self.segments:
+            return state, plan_
         scored = []
         for segment in plan_.segments:
             if segment.targets is not None:

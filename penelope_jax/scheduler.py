@@ -1,8 +1,9 @@
 """Which waiting request runs next.
 
-`lpm` runs the longest match first, as the paper's comparisons do: no ageing, ties by arrival. `lpm-cost` counts what a
-hit saves in units instead of tokens, since two equal hits differ once histories have holes, and lets what has waited
-longer than `max_wait_s` go first. `fcfs` is by arrival. Retracted requests are before all others in each of them.
+`lpm` runs the longest match first, as the paper's comparisons do: no ageing, ties by arrival; what is on the host counts
+as well, unless the policy says otherwise. `lpm-cost` counts what a hit saves in units instead of tokens, since two equal
+hits differ once histories have holes, less what loading costs, and lets what has waited longer than `max_wait_s` go
+first. `fcfs` is by arrival. Retracted requests are before all others in each of them.
 """
 
 from collections.abc import Callable
@@ -19,15 +20,23 @@ _NOTHING = Match((), 0, (), np.empty(0, np.int32))
 
 
 def _hit_tokens(state: EngineState, request: Request, found: Match) -> _Key:
-    hits = sum(span.stop - span.start for span in found.spans if span.tier is not Tier.MISSING)
+    counted = (Tier.DEVICE, Tier.HOST) if state.config.policy.count_host_hits else (Tier.DEVICE,)
+    hits = sum(span.stop - span.start for span in found.spans if span.tier in counted)
     return -hits, request.arrival
 
 
 def _saved_units(state: EngineState, request: Request, found: Match) -> _Key:
     if state.now_s - request.arrival_s > state.config.max_wait_s:
         return -float("inf"), request.arrival
-    hits = [(span.start, span.stop) for span in found.spans if span.tier is not Tier.MISSING]
-    return -cost.units_of(hits, state.config.linear_cost), request.arrival
+    config = state.config
+    saved = 0.0
+    for span in found.spans:
+        if span.tier is Tier.DEVICE:
+            saved += cost.units(span.start, span.stop, config.linear_cost)
+        elif span.tier is Tier.HOST and config.policy.count_host_hits:
+            price = (span.stop - span.start) // config.page_size * config.load_units
+            saved += max(0.0, cost.units(span.start, span.stop, config.linear_cost) - price)
+    return -saved, request.arrival
 
 
 def _arrival(state: EngineState, request: Request, found: Match) -> _Key:

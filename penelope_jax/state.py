@@ -36,8 +36,9 @@ class Request:
         pin: receipt of its path.
         path_stop: tokens of the path that are the tree's.
         match_stop: end of the match at admission; missing spans below it are holes.
-        page_table: i32[pages], read-only.
-        num_owned: missing pages of the path that this request must fill.
+        page_table: i32[pages], read-only; NO_PAGE for pages of the path that are not on the device.
+        num_owned: pages of the path that are still to be taken for it: those that it must fill, and those on the host
+            whose load has not begun.
         next_pos: every position below it is resident, or planned by this request.
         outputs: tokens sampled since the last admission.
         num_cut: tokens at the end of the prompt, sampled before a retraction, that do not count: it stopped earlier.
@@ -113,7 +114,15 @@ class InFlight:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class EngineCounters:
-    """Totals since the start; none ever falls. Units are those of the paper's cost model."""
+    """Totals since the start; none ever falls. Units are those of the paper's cost model.
+
+    Attributes:
+        evicted_pages: pages whose last copy was dropped to make room, in whichever tier.
+        demoted_pages, loaded_pages: pages whose move to the host, and back, began; `moved_pages` is their sum.
+        prefetched_pages: loaded pages whose request was waiting.
+        swapped_loads: loaded pages whose place was made through the swap buffer.
+        lost_pages: pages lost with moves that failed.
+    """
 
     steps: int = 0
     admitted: int = 0
@@ -126,6 +135,15 @@ class EngineCounters:
     real_tokens: int = 0
     decode_tokens: int = 0
     score_tokens: int = 0
+    demoted_pages: int = 0
+    loaded_pages: int = 0
+    prefetched_pages: int = 0
+    swapped_loads: int = 0
+    lost_pages: int = 0
+
+    @property
+    def moved_pages(self) -> int:
+        return self.demoted_pages + self.loaded_pages
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,7 +180,8 @@ class EngineState:
 def make_state(config: EngineConfig) -> EngineState:
     """Returns the state of an engine that has seen nothing."""
     return EngineState(
-        config=config, cache=make_cache(config.page_size, config.num_device_pages, config.num_host_pages)
+        config=config,
+        cache=make_cache(config.page_size, config.num_device_pages, config.num_host_pages, config.num_swap_pages),
     )
 
 

@@ -7,8 +7,18 @@ import immutables
 import numpy as np
 
 from penelope_jax import leaf_order
+from penelope_jax.leaf_order import LeafOrder
 from penelope_jax.pages import NO_PAGE, Tier, frozen
-from penelope_jax.radix_tree import NO_OWNER, TOKEN_BYTES, CacheState, Node, is_leaf
+from penelope_jax.radix_tree import (
+    NO_OWNER,
+    STILL,
+    TOKEN_BYTES,
+    CacheState,
+    Node,
+    is_busy,
+    is_device_leaf,
+    is_leaf,
+)
 
 
 class TreeEdit:
@@ -22,6 +32,11 @@ class TreeEdit:
         self.nodes = cache.nodes.mutate()
         self.roots = cache.roots
         self.leaves = cache.leaves
+        self.device_leaves = cache.device_leaves
+        self.tiered = cache.host_capacity > 0
+        self.moving = cache.moving
+        self.num_host = cache.num_host
+        self.num_copies = cache.num_copies
         self.clock = cache.clock
         self.num_resident = cache.num_resident
         self.next_node_id = cache.next_node_id
@@ -32,6 +47,10 @@ class TreeEdit:
             nodes=self.nodes.finish(),
             roots=self.roots,
             leaves=self.leaves,
+            device_leaves=self.device_leaves,
+            moving=self.moving,
+            num_host=self.num_host,
+            num_copies=self.num_copies,
             clock=self.clock,
             num_resident=self.num_resident,
             next_node_id=self.next_node_id,
@@ -39,18 +58,40 @@ class TreeEdit:
         )
 
     def put(self, new: Node) -> Node:
-        """Stores a node and keeps the order of leaves and the resident count right."""
+        """Stores a node; keeps the orders of leaves, the counts and, up to the root, what is busy right."""
+        old = self._store(new)
+        if self.tiered:
+            was_busy, busy = old is not None and is_busy(old), is_busy(new)
+            if was_busy != busy and new.parent_id != NO_PAGE:
+                parent = self.nodes[new.parent_id]
+                stamp = parent.stamp if busy else max(parent.stamp, new.stamp)
+                self.put(parent._replace(num_busy=parent.num_busy + (1 if busy else -1), stamp=stamp))
+        return new
+
+    def _store(self, new: Node) -> Node | None:
+        """Stores a node without telling its parent; returns what was there."""
         old = self.nodes.get(new.node_id)
         stamp_before = old.stamp if old is not None and is_leaf(old) else None
         stamp_now = new.stamp if is_leaf(new) else None
-        if stamp_before != stamp_now:
-            if stamp_before is not None:
-                self.leaves = leaf_order.remove(self.leaves, stamp_before, new.node_id)
-            if stamp_now is not None:
-                self.leaves = leaf_order.add(self.leaves, stamp_now, new.node_id)
+        self.leaves = _in_order(self.leaves, new.node_id, stamp_before, stamp_now)
+        if self.tiered:
+            stamp_before = old.stamp if old is not None and is_device_leaf(old) else None
+            stamp_now = new.stamp if is_device_leaf(new) else None
+            self.device_leaves = _in_order(self.device_leaves, new.node_id, stamp_before, stamp_now)
         self.num_resident += new.num_resident - (old.num_resident if old is not None else 0)
+        self.num_host += new.num_host - (old.num_host if old is not None else 0)
         self.nodes[new.node_id] = new
-        return new
+        return old
+
+    def stamp(self, node: Node) -> Node:
+        """Stamps the node where a touch ended, and the device leaf above it if all below that is on the host."""
+        now = self.tick()
+        stamped = self.put(node._replace(stamp=now))
+        while self.tiered and node.parent_id != NO_PAGE and not is_busy(node):
+            node = self.nodes[node.parent_id]
+            if is_device_leaf(node):
+                self.put(node._replace(stamp=now))
+        return stamped
 
     def new_id(self) -> int:
         self.next_node_id += 1
@@ -67,7 +108,23 @@ class TreeEdit:
             return self.nodes[root_id]
         empty = frozen(np.empty(0, np.int32))
         no_tiers = frozen(np.empty(0, np.int8))
-        root = Node(self.new_id(), NO_PAGE, 0, b"", empty, no_tiers, 0, None, immutables.Map(), 0, 0)
+        root = Node(
+            node_id=self.new_id(),
+            parent_id=NO_PAGE,
+            start=0,
+            tokens=b"",
+            page_ids=empty,
+            tiers=no_tiers,
+            num_resident=0,
+            num_host=0,
+            owners=None,
+            moving=None,
+            copies=None,
+            children=immutables.Map(),
+            num_pins=0,
+            num_busy=0,
+            stamp=0,
+        )
         self.roots = self.roots.set(namespace, root.node_id)
         return self.put(root)
 
@@ -98,8 +155,13 @@ class TreeEdit:
             tokens=node.tokens[size:],
             **_pages_in(node, slice(num_pages, None)),
         )
-        self.put(suffix)
-        self.put(prefix)
+        prefix = prefix._replace(num_busy=int(self.tiered and is_busy(suffix)))
+        # The two halves together are as busy as the node was, so nothing changes for the parent.
+        self._store(suffix)
+        self._store(prefix)
+        if prefix.moving is not None:
+            for page_id in prefix.page_ids[prefix.moving != STILL].tolist():
+                self.moving = self.moving.set(page_id, prefix_id)
         parent = self.nodes[node.parent_id]
         self.put(parent._replace(children=parent.children.set(self.key(node.tokens), prefix_id)))
         return prefix
@@ -107,30 +169,40 @@ class TreeEdit:
     def set_pages(self, node: Node, first: int, page_ids: np.ndarray, tier: Tier) -> Node:
         """Returns the stored node with pages `[first, first + len(page_ids))` changed to these ids and this tier.
 
-        Whoever owned them owns them no more.
+        Whoever owned them owns them no more; they are still, and no host page is a copy of them.
         """
-        stop = first + len(page_ids)
+        part = slice(first, first + len(page_ids))
         new_ids, new_tiers = node.page_ids.copy(), node.tiers.copy()
-        before = int((new_ids[first:stop] != NO_PAGE).sum())
-        new_ids[first:stop] = page_ids
-        new_tiers[first:stop] = tier
-        after = 0 if tier is Tier.MISSING else len(page_ids)
-        owners = node.owners
-        if owners is not None:
-            owners = owners.copy()
-            owners[first:stop] = NO_OWNER
-            owners = _owners_or_none(owners)
+        before = int((new_ids[part] != NO_PAGE).sum())
+        host_before = int((new_tiers[part] == Tier.HOST).sum())
+        new_ids[part] = page_ids
+        new_tiers[part] = tier
+        if node.copies is not None:
+            self.num_copies -= int((node.copies[part] != NO_PAGE).sum())
         return self.put(
             node._replace(
                 page_ids=frozen(new_ids),
                 tiers=frozen(new_tiers),
-                num_resident=node.num_resident + after - before,
-                owners=owners,
+                num_resident=node.num_resident + (0 if tier is Tier.MISSING else len(page_ids)) - before,
+                num_host=node.num_host + (len(page_ids) if tier is Tier.HOST else 0) - host_before,
+                owners=_changed(node.owners, part, NO_OWNER),
+                moving=_changed(node.moving, part, STILL),
+                copies=_changed(node.copies, part, NO_PAGE),
             )
         )
 
+    def set_moving(self, node: Node, moving: np.ndarray) -> Node:
+        """Returns the stored node with what moves changed; `moving` i32[num_pages] is adopted."""
+        return self.put(node._replace(moving=_or_none(moving, STILL)))
+
+    def set_copies(self, node: Node, copies: np.ndarray) -> Node:
+        """Returns the stored node with its copies changed; `copies` i32[num_pages] is adopted."""
+        before = 0 if node.copies is None else int((node.copies != NO_PAGE).sum())
+        self.num_copies += int((copies != NO_PAGE).sum()) - before
+        return self.put(node._replace(copies=_or_none(copies, NO_PAGE)))
+
     def set_owners(self, node: Node, owners: np.ndarray) -> Node:
-        return self.put(node._replace(owners=_owners_or_none(owners)))
+        return self.put(node._replace(owners=_or_none(owners, NO_OWNER)))
 
     def prune(self, node_id: int) -> None:
         """Trims trailing missing pages of a childless, unpinned node; removes it when none is left, and so on up."""
@@ -154,16 +226,39 @@ class TreeEdit:
             node = self.put(parent._replace(children=children, stamp=max(parent.stamp, node.stamp)))
 
 
-def _owners_or_none(owners: np.ndarray) -> np.ndarray | None:
-    return frozen(owners) if (owners != NO_OWNER).any() else None
+def _in_order(order: LeafOrder, node_id: int, before: int | None, now: int | None) -> LeafOrder:
+    """Returns an order in which a node that stood at stamp `before` stands at `now`; None: not in it."""
+    if before != now:
+        if before is not None:
+            order = leaf_order.remove(order, before, node_id)
+        if now is not None:
+            order = leaf_order.add(order, now, node_id)
+    return order
+
+
+def _or_none(values: np.ndarray, nothing: int) -> np.ndarray | None:
+    return frozen(values) if (values != nothing).any() else None
+
+
+def _changed(values: np.ndarray | None, part: slice, nothing: int) -> np.ndarray | None:
+    """Returns a copy of `values` with nothing in `part`, or None when nothing is left."""
+    if values is None:
+        return None
+    values = values.copy()
+    values[part] = nothing
+    return _or_none(values, nothing)
 
 
 def _pages_in(node: Node, part: slice) -> dict[str, Any]:
     """Returns the page fields of a node cut to `part`, as copies."""
     page_ids = frozen(node.page_ids[part].copy())
+    tiers = frozen(node.tiers[part].copy())
     return {
         "page_ids": page_ids,
-        "tiers": frozen(node.tiers[part].copy()),
+        "tiers": tiers,
         "num_resident": int(np.count_nonzero(page_ids != NO_PAGE)),
-        "owners": None if node.owners is None else _owners_or_none(node.owners[part].copy()),
+        "num_host": int(np.count_nonzero(tiers == Tier.HOST)) if node.num_host else 0,
+        "owners": None if node.owners is None else _or_none(node.owners[part].copy(), NO_OWNER),
+        "moving": None if node.moving is None else _or_none(node.moving[part].copy(), STILL),
+        "copies": None if node.copies is None else _or_none(node.copies[part].copy(), NO_PAGE),
     }

@@ -1,0 +1,177 @@
+"""Room on the device for a step: first what is finally evicted, then what changes its tier (design rule 11).
+
+New pages need room in both tiers together: what lacks is evicted, in one order over both. Then the device must have the
+place: what lacks leaves it for the host, in the same order, which evicts nothing. A load changes places with what makes
+room for it, so with both tiers full it goes through the swap buffer: host pages are free again when loads have ended.
+
+`Room` collects changes to one cache value while a plan is made, and never escapes it.
+"""
+
+import dataclasses
+
+import numpy as np
+
+from penelope_jax import demotion, eviction, histories, pages, radix_tree, tiers
+from penelope_jax.config import EngineConfig
+from penelope_jax.moves import Move, MoveKind
+from penelope_jax.pages import Tier
+from penelope_jax.radix_tree import CacheState
+from penelope_jax.segments import EvictedSpan
+from penelope_jax.state import Request
+from penelope_jax.tiers import Load
+
+
+class Room:
+    """The part of planning that finds pages.
+
+    Attributes:
+        config: limits and choices.
+        cache: as changed so far.
+        evicted: spans evicted, in order.
+        tally: what the plan adds to the counters.
+        is_short: whether somebody did not get the pages he asked for.
+    """
+
+    def __init__(self, config: EngineConfig, cache: CacheState):
+        self.config = config
+        self.cache = cache
+        self.evicted: list[EvictedSpan] = []
+        self.tally: dict[str, int] = {}
+        self.is_short = False
+        self._demoted: dict[int, int] = {}  # host id -> device id, of demotions of this plan
+        self._loads: list[Load] = []
+        self._num_loading = tiers.num_loading(cache)
+        self._moving_left = config.max_moving_pages - tiers.num_moving(cache)
+
+    def tell(self, counter: str, number: int) -> None:
+        self.tally[counter] = self.tally.get(counter, 0) + number
+
+    @property
+    def moving(self) -> bool:
+        """Whether pages are under way, so that there may be more room when they have arrived."""
+        return bool(self.cache.moves) or bool(self._demoted) or bool(self._loads)
+
+    def take(self, num_pages: int) -> np.ndarray | None:
+        """Takes device pages: free ones, then those that eviction and demotion give.
+
+        Returns:
+            i32[num_pages], or None if there are not that many to be had now.
+        """
+        short = num_pages - self.cache.device.num_free
+        if short > 0:
+            self._evict(num_pages - self.cache.device.num_free - max(0, self._host_room()))
+            self._demote(min(num_pages - self.cache.device.num_free, self._host_room()))
+        if num_pages > self.cache.device.num_free:
+            self.is_short = True
+            return None
+        pool, page_ids = pages.take(self.cache.device, num_pages)
+        self.cache = dataclasses.replace(self.cache, device=pool)
+        return page_ids
+
+    def load(
+        self, request_id: int, node_ids: tuple[int, ...], stop: int, most: int, *, newest: int | None = None
+    ) -> int:
+        """Begins to load the first host pages of a path, as many as can find a place. Evicts nothing.
+
+        Args:
+            request_id: for whom.
+            node_ids: the path, root first.
+            stop: its end, in tokens.
+            most: pages at most.
+            newest: make room only with what was not touched after this logical time: a prefetch.
+
+        Returns:
+            How many pages.
+        """
+        wanted = min(most, tiers.loadable(self.cache, node_ids, stop), self._moving_left)
+        free = self.cache.device.num_free
+        if wanted > free:
+            wanted = (
+                free + (min(wanted, self._moving_left - free) - free) // 2
+                if self._moving_left < 2 * wanted - free
+                else wanted
+            )
+        if wanted <= 0:
+            return 0
+        room = max(0, self._host_room())
+        num_demoted = self._demote(wanted - free, newest=newest)
+        number = min(wanted, self.cache.device.num_free)
+        if not number:
+            return 0
+        num_swapped = min(number, max(0, num_demoted - room))
+        self.cache, host_ids, device_ids = tiers.load(self.cache, node_ids, stop, number)
+        prefetch = newest is not None
+        self._loads.append(Load(request_id, prefetch, num_swapped, host_ids, device_ids))
+        self._num_loading += number
+        self._moving_left -= number
+        self.tell("loaded_pages", number)
+        self.tell("prefetched_pages", number if prefetch else 0)
+        self.tell("swapped_loads", num_swapped)
+        return number
+
+    def load_path(self, request: Request) -> int:
+        """Begins to load the host pages of a running request's path; returns how many had to be put off."""
+        if not self.cache.num_host:
+            return 0
+        path = tuple(node.node_id for node in radix_tree.path_nodes(self.cache, request.pin.node_id))
+        wanted = tiers.loadable(self.cache, path, request.path_stop)
+        return wanted - self.load(request.request_id, path, request.path_stop, wanted) if wanted else 0
+
+    def prefetch(self, waiting: tuple[Request, ...], before: int) -> None:
+        """Loads host pages of the requests that are next, within a bound, and only in the place of older histories.
+
+        Args:
+            waiting: next one first.
+            before: what was touched after this logical time keeps its place.
+        """
+        left = self.config.max_prefetch_pages - self._num_prefetching()
+        pins = []
+        for request in waiting:
+            if left <= 0:
+                break
+            limit = (len(request.prompt) - 1) // self.config.page_size
+            found = radix_tree.match(self.cache, request.prompt, request.namespace, limit)
+            if not any(span.tier is Tier.HOST for span in found.spans):
+                continue
+            # Neither its own pages nor those of whoever is before it make room for it.
+            self.cache, pin = histories.pin(self.cache, found, request.namespace)
+            pins.append(pin)
+            path = tuple(node.node_id for node in radix_tree.path_nodes(self.cache, pin.node_id))
+            left -= self.load(request.request_id, path, found.stop, left, newest=before)
+        for pin in pins:
+            self.cache = histories.unpin(self.cache, pin)
+
+    def _num_prefetching(self) -> int:
+        """Returns how many pages are being loaded for requests that wait."""
+        moves = (move for move in self.cache.moves.values() if move.kind is MoveKind.LOAD and move.prefetch)
+        planned = (len(item.host_ids) for item in self._loads if item.prefetch)
+        return sum(len(move.host_ids) for move in moves) + sum(planned)
+
+    def start_moves(self) -> tuple[Move, ...]:
+        """Returns the moves of the plan; from here on they are under way."""
+        if not self._demoted and not self._loads:
+            return ()
+        self.cache, moves, going = tiers.start(self.cache, self._demoted, self._loads)
+        self.tell("demoted_pages", len(going))
+        return moves
+
+    def _host_room(self) -> int:
+        """Returns how many pages the host may take for good."""
+        host = self.cache.host
+        return self.cache.host_capacity - (host.num_pages - host.num_free) + self._num_loading
+
+    def _evict(self, num_pages: int) -> None:
+        if num_pages <= 0:
+            return
+        self.cache, done = eviction.evict(self.cache, num_pages, self.config.policy)
+        self.evicted.extend(done.spans)
+        self.tell("evicted_pages", done.num_pages)
+
+    def _demote(self, num_pages: int, *, newest: int | None = None) -> int:
+        num_pages = min(num_pages, self._moving_left)
+        if num_pages <= 0 or not self.cache.host.num_free:
+            return 0
+        self.cache, moved = demotion.demote(self.cache, num_pages, self.config.policy, newest=newest)
+        self._demoted.update(zip(moved.host_ids.tolist(), moved.device_ids.tolist(), strict=True))
+        self._moving_left -= len(moved.host_ids)
+        return len(moved.host_ids)
