@@ -39,7 +39,7 @@ class Inspection:
             for moment in self.replay:
                 self.conversations.see(moment)
                 yield moment
-                if step is not None and moment.plan is not None and moment.plan.step == step:
+                if step is not None and moment.planned_step == step:
                     return
         except InputError as error:
             raise InputError(f"{error} The last step before it is {self.replay.last_step}.") from error

@@ -17,6 +17,7 @@ from penelope_jax.config import EngineConfig
 from penelope_jax.driver import Driver, HashExecutor
 from penelope_jax.events import Sampled
 from penelope_jax.metrics import write_json
+from penelope_jax.moves import Move
 from penelope_jax.segments import SamplingParams, StepDone, StepPlan
 
 
@@ -47,6 +48,14 @@ class DelayedExecutor:
         if wait_s > 0:
             time.sleep(wait_s)
         return dataclasses.replace(pending.done, time_s=time_s)
+
+    def start_moves(self, moves: tuple[Move, ...]) -> None:
+        """Starts moves that take no time."""
+        self._samples.start_moves(moves)
+
+    def finish_moves(self, *, wait: bool = False) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Ends them."""
+        return self._samples.finish_moves(wait=wait)
 
 
 class Outcome(NamedTuple):

@@ -17,6 +17,7 @@ from penelope_jax.events import (
     Event,
     Finished,
     Flush,
+    MoveDone,
     Refused,
     RequestMetrics,
     Sampled,
@@ -26,8 +27,10 @@ from penelope_jax.events import (
     Update,
 )
 from penelope_jax.invariants import check_idle
+from penelope_jax.moves import Move
 from penelope_jax.segments import SamplingParams, Segment, StepDone, StepPlan
 from penelope_jax.state import EngineState, make_state
+from penelope_jax.transfer_faults import TransferFaults
 
 # Is told each output token of a request, in order; returns whether the request is over with it.
 Watch = Callable[[int], bool]
@@ -42,6 +45,17 @@ class Executor(Protocol):
 
     def collect(self, pending: Any, time_s: float = 0.0) -> StepDone:
         """Waits for a step."""
+        ...
+
+    def start_moves(self, moves: tuple[Move, ...]) -> None:
+        """Starts a plan's moves, before its segments are dispatched, and waits for none."""
+        ...
+
+    def finish_moves(self, *, wait: bool = False) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Returns ids of the moves that ended, done ones and failed ones, each in order of start and each once.
+
+        With `wait` nothing else can run: it returns when at least one has ended, if any is under way.
+        """
         ...
 
 
@@ -92,6 +106,7 @@ class Driver:
         self.clock = clock
         self.overlap = overlap
         self._flying: list[Any] = []  # dispatched and not collected, oldest first
+        self._moving: set[int] = set()  # ids of moves that were started and have not ended
         self._next_id = 0
         self._announced: set[int] = set()
         self._watched: dict[int, tuple[Watch, int]] = {}  # of a request: who watches, and the length of its prompt
@@ -204,6 +219,8 @@ class Driver:
     def step(self) -> list[Update]:
         """Plans and starts one step, and waits for it; with `overlap`, for the one before.
 
+        Moves between the tiers are waited for only when no step can run before one of them ends.
+
         Returns:
             What happened, in order; empty when there was nothing to do.
 
@@ -211,6 +228,7 @@ class Driver:
             RuntimeError: requests are left but none can go on, which is a fault of the engine.
         """
         updates, self._pending = self._pending, []
+        updates.extend(self._finish_moves(wait=False))
         if self.state.idle:
             return updates
         self.state, plan = engine.plan(self.state)
@@ -221,19 +239,42 @@ class Driver:
                 assert request.metrics is not None, "an admitted request has metrics"
                 self._announced.add(request.request_id)
                 updates.append(Admitted(request_id=request.request_id, metrics=request.metrics))
-        if plan is not None:
+        if plan is not None and plan.moves:
+            self._moving.update(move.move_id for move in plan.moves)
+            self.executor.start_moves(plan.moves)
+        runs = plan is not None and bool(plan.segments)
+        if plan is not None and plan.segments:
             self._flying.append(self.executor.dispatch(plan))
-        elif not self._flying:
+        if self._flying:
+            if not runs or not self.overlap or len(self._flying) > 1:
+                done = self.executor.collect(self._flying.pop(0))
+                updates.extend(self._apply(dataclasses.replace(done, time_s=self.clock())))
+        elif self._moving:
+            updates.extend(self._finish_moves(wait=True))
+        else:
             raise RuntimeError(
                 f"{len(self.state.running)} running and {len(self.state.waiting)} waiting requests, "
                 f"{self.state.cache.device.num_free} free pages, and none can go on."
             )
-        if plan is None or not self.overlap or len(self._flying) > 1:
-            done = self.executor.collect(self._flying.pop(0))
-            updates.extend(self._apply(dataclasses.replace(done, time_s=self.clock())))
         if self.state.idle:
             check_idle(self.state.cache)
         return updates
+
+    def drain_moves(self) -> None:
+        """Waits until no move between the tiers is under way; before a snapshot, and at the end."""
+        while self._moving:
+            self._pending.extend(self._finish_moves(wait=True))
+
+    def _finish_moves(self, *, wait: bool) -> list[Update]:
+        if not self._moving:
+            return []
+        done, failed = self.executor.finish_moves(wait=wait)
+        if not done and not failed:
+            if wait:
+                raise RuntimeError(f"{len(self._moving)} moves are under way, but the executor knows of none.")
+            return []
+        self._moving.difference_update(done, failed)
+        return self._apply(MoveDone(done=done, failed=failed, time_s=self.clock()))
 
     def _apply(self, event: Event) -> list[Update]:
         if self.log is not None:
@@ -292,10 +333,19 @@ class Driver:
 
 
 class HashExecutor:
-    """Samples a hash of (request, position), without a device: for tests of what surrounds the model."""
+    """Samples a hash of (request, position), without a device: for tests of what surrounds the model.
 
-    def __init__(self, vocab_size: int = 50_000):
+    Args:
+        vocab_size: samples are below it.
+        move_delay: most polls for which a move lasts; how many is drawn by seed.
+        fail_moves: share of moves that fail.
+        seed: of delays and failures.
+    """
+
+    def __init__(self, vocab_size: int = 50_000, *, move_delay: int = 0, fail_moves: float = 0.0, seed: int = 0):
         self.vocab_size = vocab_size
+        self._faults = TransferFaults(seed=seed, fail_starts=fail_moves, delay_polls=move_delay)
+        self._moves: dict[int, tuple[Move, int]] = {}  # by id, in order of start, with the polls left
 
     def dispatch(self, plan: StepPlan) -> StepDone:
         """Makes up the samples of a plan; log-probabilities are -1, of the ranks below -2, -3 and so on."""
@@ -319,6 +369,23 @@ class HashExecutor:
     def run(self, plan: StepPlan, time_s: float = 0.0) -> StepDone:
         """Runs a step at once."""
         return self.collect(self.dispatch(plan), time_s)
+
+    def start_moves(self, moves: tuple[Move, ...]) -> None:
+        """Notes moves; nothing is copied."""
+        self._moves.update((move.move_id, (move, self._faults.polls(move))) for move in moves)
+
+    def finish_moves(self, *, wait: bool = False) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Ends the moves whose time has come."""
+        ended = self._poll_moves()
+        while wait and self._moves and not ended:
+            ended = self._poll_moves()
+        failed = tuple(move.move_id for move in ended if self._faults.start_fails(move))
+        return tuple(move.move_id for move in ended if move.move_id not in failed), failed
+
+    def _poll_moves(self) -> list[Move]:
+        ended = [move for move, polls in self._moves.values() if not polls]
+        self._moves = {id_: (move, polls - 1) for id_, (move, polls) in self._moves.items() if polls}
+        return ended
 
     def _token(self, segment: Segment) -> int:
         digest = hashlib.blake2b(f"{segment.request_id}:{segment.stop}".encode(), digest_size=4).digest()

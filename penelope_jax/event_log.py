@@ -34,7 +34,7 @@ import numpy as np
 
 from penelope_jax.config import EngineConfig, Policy, policy_named
 from penelope_jax.errors import InputError
-from penelope_jax.events import Abort, Event, Flush, Stop, Submit
+from penelope_jax.events import Abort, Event, Flush, MoveDone, Stop, Submit
 from penelope_jax.prompt_store import Place, PromptStore
 from penelope_jax.segments import SamplingParams, StepDone, StepPlan
 from penelope_jax.value_bytes import ByteReader, brief_bytes, put_array, put_count, put_fields, put_text
@@ -59,6 +59,7 @@ class Kind(enum.IntEnum):
     PLAN = 6
     END = 7
     STOP = 8
+    MOVED = 9
 
 
 _EVENTS: dict[Kind, type] = {
@@ -67,6 +68,7 @@ _EVENTS: dict[Kind, type] = {
     Kind.DONE: StepDone,
     Kind.FLUSH: Flush,
     Kind.STOP: Stop,
+    Kind.MOVED: MoveDone,
 }
 _KIND_OF = {cls: kind for kind, cls in _EVENTS.items()}
 
@@ -80,7 +82,7 @@ class LogHeader:
 
 
 class Planned(NamedTuple):
-    """`plan` was called. `step` is the plan's, None when there was nothing to run; `digest` is of the plan."""
+    """`plan` was called. `step` is the plan's, None when there was no step to run; `digest` is of the plan."""
 
     step: int | None
     digest: bytes
@@ -213,7 +215,7 @@ class EventLogWriter:
     def planned(self, plan: StepPlan | None) -> None:
         """Writes that `plan` was called, and what came of it."""
         out = bytearray()
-        put_count(out, 0 if plan is None else plan.step + 1)
+        put_count(out, plan.step + 1 if plan is not None and plan.segments else 0)
         self._record(Kind.PLAN, out + plan_digest(plan))
 
     def close(self, why: str = "") -> None:
@@ -255,7 +257,7 @@ class EventLogWriter:
 class LogEntries:
     """The entries of a log after its header, in order: (kind, event), where a call of `plan` comes as `Planned`.
 
-    Kinds are `submit`, `abort`, `stop`, `done`, `flush` and `plan`. Iterating raises InputError at a record that is
+    Kinds are `submit`, `abort`, `stop`, `done`, `moved`, `flush` and `plan`. Iterating raises InputError at a record that is
     damaged; all entries before it were right.
 
     Attributes:

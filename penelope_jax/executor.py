@@ -16,17 +16,21 @@ import numpy as np
 from absl import logging
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from penelope_jax import pool_bytes
 from penelope_jax.batch import Buckets, ForwardBatch, build_batch, padding_batch
 from penelope_jax.config import check_page_size
 from penelope_jax.forward import POOL_SPEC, StepOutputs, StepSettings, forward_step
+from penelope_jax.host_pages import HostPages
+from penelope_jax.kernels.page_copy import gather_pages, scatter_pages
 from penelope_jax.kernels.paged_attention import resolve_implementation
 from penelope_jax.kernels.q_tiles import decode_q_tile, prefill_q_tile, tiles_agree
 from penelope_jax.models.config import ModelConfig
 from penelope_jax.models.layers import Params
+from penelope_jax.moves import Move
 from penelope_jax.sampling_slots import put_slot, slot_of, slots_like
 from penelope_jax.segments import SamplingParams, Segment, SlotStart, StepDone, StepPlan
-
-_READ_PAGES = 16  # pages gathered at once
+from penelope_jax.transfer import PageTransfer, TransferStats
+from penelope_jax.transfer_faults import TransferFaults
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,6 +75,9 @@ class JaxExecutor:
         scoring: bool = False,
         implementation: str | None = None,
         mesh: Mesh | None = None,
+        num_host_pages: int = 0,
+        max_moving_pages: int | None = None,
+        faults: TransferFaults | None = None,
     ):
         """Allocates the pool, filled with zeros.
 
@@ -87,6 +94,9 @@ class JaxExecutor:
             scoring: whether plans may ask for log-probabilities of given tokens.
             implementation: of attention; by default the platform's.
             mesh: by default the one the parameters lie on.
+            num_host_pages: host page ids of moves are below it.
+            max_moving_pages: most pages moving at once; None: any number.
+            faults: what goes wrong with moves, for tests.
         """
         check_page_size(page_size)
         for name, value in (
@@ -123,7 +133,15 @@ class JaxExecutor:
             **q_tiles(config, page_size, implementation, deterministic=deterministic),
         )
         shape = (num_pages, config.num_layers, 2, config.num_kv_heads, page_size, config.head_dim)
-        self.kv_pool = _zeros(shape, config.dtype, NamedSharding(mesh, POOL_SPEC))
+        self._sharding = NamedSharding(mesh, POOL_SPEC)
+        self._transfer = PageTransfer(
+            HostPages(shape[1:], jnp.dtype(config.dtype), self._sharding, num_host_pages),
+            self._sharding,
+            num_device_pages=num_pages,
+            max_moving_pages=max_moving_pages,
+            faults=faults,
+        )
+        self.kv_pool = _zeros(shape, config.dtype, self._sharding)
         replicated = NamedSharding(mesh, PartitionSpec())
         self._last_samples = _zeros((max_segments,), "int32", replicated)
         shapes = slots_like(max_segments, config.vocab_size)
@@ -131,11 +149,11 @@ class JaxExecutor:
 
     @property
     def num_compilations(self) -> int:
-        """Programs of the step compiled in this process."""
-        return cast(Any, forward_step)._cache_size()
+        """Programs of the step, and of copies of pages, compiled in this process."""
+        return sum(cast(Any, function)._cache_size() for function in (forward_step, gather_pages, scatter_pages))
 
     def warm_up(self, progress: Callable[[int, int], None] | None = None) -> int:
-        """Compiles the step for every bucket, and what reads pages.
+        """Compiles the step for every bucket, and what reads and copies pages.
 
         Args:
             progress: called with (programs done, programs in all), first with (0, all).
@@ -153,6 +171,7 @@ class JaxExecutor:
             jax.block_until_ready(outputs)
         self.read_pages([0])
         self._start_slot(0, SamplingParams(), SlotStart(np.zeros(0, np.int32), 0))
+        self._transfer.warm_up(lambda: self.kv_pool, self._put_pages)
         if progress is not None:
             progress(len(shapes), len(shapes))
         return len(shapes)
@@ -209,41 +228,70 @@ class JaxExecutor:
         """Runs a step and waits for it."""
         return self.collect(self.dispatch(plan), time_s)
 
+    def start_moves(self, moves: Sequence[Move]) -> None:
+        """Starts moves between the tiers, in order, behind the steps dispatched so far; waits for none.
+
+        Raises:
+            ValueError: a move cannot be, or too many pages would be moving; nothing has started then.
+        """
+        self._check_pool()
+        self._transfer.start(self.kv_pool, moves)
+
+    def finish_moves(self, *, wait: bool = False) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Ends the moves that have arrived; steps dispatched from now on find the loaded pages in the pool.
+
+        Args:
+            wait: whether to wait until at least one move has ended. Without any under way it returns at once.
+
+        Returns:
+            Ids of moves that are done, and of those that failed, each in order of start; each is told once.
+        """
+        self._check_pool()
+        return self._transfer.finish(self._put_pages, wait=wait)
+
+    @property
+    def num_moving_pages(self) -> int:
+        """Pages of moves that have not ended."""
+        return self._transfer.num_moving_pages
+
+    @property
+    def transfer_stats(self) -> TransferStats:
+        """What was moved, and who stood still for it."""
+        return self._transfer.stats
+
+    @property
+    def host_pages(self) -> HostPages:
+        """The pages in host memory."""
+        return self._transfer.host_pages
+
     def read_pages(self, page_ids: Sequence[int] | np.ndarray) -> np.ndarray:
         """Returns the stored bytes of pages, [n, L, 2, K, page_size, H], after all steps dispatched so far.
 
         Raises:
             ValueError: an id is not a page of the pool.
         """
-        ids = np.asarray(page_ids, np.int32).reshape(-1)
-        for page_id in ids.tolist():
-            self._check_page(page_id)
         self._check_pool()
-        out = np.empty((len(ids), *self.kv_pool.shape[1:]), self.kv_pool.dtype)
-        for start in range(0, len(ids), _READ_PAGES):
-            part = ids[start : start + _READ_PAGES]
-            padded = np.resize(part, _READ_PAGES)
-            out[start : start + len(part)] = np.asarray(_gather_pages(self.kv_pool, padded))[: len(part)]
-        return out
+        return pool_bytes.read_pages(self.kv_pool, page_ids)
 
-    def flip_bit(self, page_id: int, *, layer: int = 0, token: int = 0) -> None:
-        """Flips the highest bit of the mantissa of one stored K value: the control of a comparison of bits.
-
-        Args:
-            page_id: the page.
-            layer: the layer.
-            token: the slot in the page; its first kv head and dimension are hit.
+    def read_host_pages(self, host_ids: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Returns the bytes of host pages, [n, L, 2, K, page_size, H], after all moves started so far.
 
         Raises:
-            ValueError: an index is out of range.
+            ValueError: an id is out of range or holds nothing.
         """
-        self._check_page(page_id)
-        for name, value, limit in (("layer", layer, self.config.num_layers), ("token", token, self.page_size)):
-            if not 0 <= value < limit:
-                raise ValueError(f"{name}={value} must be in [0, {limit}).")
+        return self.host_pages.read(host_ids)
+
+    def flip_bit(self, page_id: int, *, layer: int = 0, token: int = 0) -> None:
+        """Flips one bit of a page, the control of a comparison of bits; see `pool_bytes.flip_bit`."""
         self._check_pool()
-        sharding = NamedSharding(self.settings.mesh, POOL_SPEC)
-        self.kv_pool = _flip_bit(self.kv_pool, np.int32(page_id), np.int32(layer), np.int32(token), sharding=sharding)
+        self.kv_pool = pool_bytes.flip_bit(self.kv_pool, page_id, layer, token, sharding=self._sharding)
+
+    def flip_host_bit(self, host_id: int, *, layer: int = 0, token: int = 0) -> None:
+        """Flips the same bit of a host page; see `HostPages.flip_bit`."""
+        self.host_pages.flip_bit(host_id, layer=layer, token=token)
+
+    def _put_pages(self, page_ids: np.ndarray, pages: tuple[jax.Array, ...]) -> None:
+        self.kv_pool = scatter_pages(self.kv_pool, page_ids, pages, sharding=self._sharding)
 
     def _start(self, batch: ForwardBatch) -> StepOutputs:
         self._check_pool()
@@ -273,10 +321,6 @@ class JaxExecutor:
     def _check_pool(self) -> None:
         if self.kv_pool.is_deleted() or self._slots.marks.is_deleted():
             raise RuntimeError("the KV pool was lost when a step was interrupted; make a new executor.")
-
-    def _check_page(self, page_id: int) -> None:
-        if not 0 <= page_id < self.num_pages:
-            raise ValueError(f"{page_id=} must be in [0, {self.num_pages}).")
 
 
 def default_token_buckets(max_segments: int, max_step_tokens: int, *, deterministic: bool) -> tuple[int, ...]:
@@ -314,20 +358,3 @@ def q_tiles(config: ModelConfig, page_size: int, implementation: str, *, determi
 def _zeros(shape: tuple[int, ...], dtype: str, sharding: NamedSharding) -> jax.Array:
     # Jitted, so that the first step sees the sharding in the spelling in which steps return it and compiles once.
     return jax.lax.with_sharding_constraint(jnp.zeros(shape, dtype), sharding)
-
-
-@jax.jit
-def _gather_pages(kv_pool: jax.Array, page_ids: jax.Array) -> jax.Array:
-    return kv_pool[page_ids]
-
-
-@functools.partial(jax.jit, static_argnames=("sharding",), donate_argnames=("kv_pool",))
-def _flip_bit(
-    kv_pool: jax.Array, page_id: jax.Array, layer: jax.Array, token: jax.Array, *, sharding: NamedSharding
-) -> jax.Array:
-    place = (page_id, layer, 0, 0, token, 0)
-    unsigned = jnp.dtype(f"uint{8 * kv_pool.dtype.itemsize}")
-    bits = jax.lax.bitcast_convert_type(kv_pool[place], unsigned)
-    bits = bits ^ unsigned.type(1 << (jnp.finfo(kv_pool.dtype).nmant - 1))
-    flipped = jax.lax.bitcast_convert_type(bits, kv_pool.dtype)
-    return jax.lax.with_sharding_constraint(kv_pool.at[place].set(flipped), sharding)

@@ -29,6 +29,11 @@ class Moment(NamedTuple):
     plan: StepPlan | None
 
     @property
+    def planned_step(self) -> int | None:
+        """The step that was planned here; None: something else happened, or a plan that runs nothing."""
+        return self.plan.step if self.plan is not None and self.plan.segments else None
+
+    @property
     def step(self) -> int:
         """The step this belongs to: the one planned or done, or else the next one to be planned."""
         match self.entry:
@@ -94,14 +99,14 @@ class LogReplay:
 
     def _compare(self, place: str, logged: Planned, plan: StepPlan | None) -> None:
         if plan_digest(plan) != logged.digest:
-            step = "nothing to run" if logged.step is None else f"step {logged.step}"
+            step = "what was no step" if logged.step is None else f"step {logged.step}"
             writer = self.header.run.get("commit") or "unknown"
             raise InputError(
                 f"{place}: record {self._entries.num_records - 1}: planned again, {step} is another plan; the "
                 f"{self.num_plans} plans before it are the same. The log was written by commit {writer}."
             )
         self.num_plans += 1
-        if plan is not None:
+        if plan is not None and plan.segments:
             self.last_step = plan.step
 
 
@@ -128,7 +133,7 @@ def moment_of(path: str | os.PathLike[str], step: int | None = None) -> tuple[Mo
     state = make_state(replay.header.config)
     moment = Moment(Planned(None, b""), state, state, (), None)
     for moment in replay:
-        if step is not None and moment.plan is not None and moment.plan.step == step:
+        if step is not None and moment.planned_step == step:
             replay.close()
             return moment, replay
     if step is not None:

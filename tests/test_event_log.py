@@ -14,7 +14,7 @@ from penelope_jax import engine, event_log
 from penelope_jax.config import POLICIES, EngineConfig, InsertUnit
 from penelope_jax.errors import InputError
 from penelope_jax.event_log import EventLogWriter, Planned, plan_digest, read_events
-from penelope_jax.events import Abort, Flush, Submit
+from penelope_jax.events import Abort, Flush, MoveDone, Submit
 from penelope_jax.segments import SamplingParams, StepDone
 
 CONFIG = EngineConfig(device_tokens=640)
@@ -69,6 +69,8 @@ def events():
         ),
         Abort(request_id=0, time_s=1e300),
         Flush(time_s=0.1),
+        MoveDone(done=(2, 2**40), failed=(0,), time_s=0.5),
+        MoveDone(done=()),
         StepDone(step=0, tokens=prompt(), logprobs=np.empty(0, np.float32)),
         StepDone(step=2**40, tokens=prompt(5, -1), logprobs=nan, scores=(nan, nan[:0]), time_s=3.25),
     ]
@@ -84,7 +86,7 @@ def test_every_event_comes_back(tmp_path):
     assert header.config == CONFIG and header.run == run
     *found, plan = list(entries)
     assert [rendered(entry) for _, entry in found] == [rendered(event) for event in events()]
-    kinds = ["submit"] * (len(PROMPTS) + 1) + ["abort", "flush", "done", "done"]
+    kinds = ["submit"] * (len(PROMPTS) + 1) + ["abort", "flush", "moved", "moved", "done", "done"]
     assert [kind for kind, _ in found] == kinds
     assert plan == ("plan", Planned(None, plan_digest(None)))
     assert entries.complete and entries.ending == "The run ended by itself."
@@ -248,7 +250,7 @@ def write_record(log, kind, payload):
 @pytest.mark.parametrize(
     ("kind", "payload", "reason"),
     [
-        (9, b"", "9 is not a valid Kind"),
+        (10, b"", "10 is not a valid Kind"),
         (event_log.Kind.HEADER, b"{}", "<Kind.HEADER: 1>"),
         (event_log.Kind.ABORT, b"\x04when\0\0", "Abort has no field 'when' in this version."),
         (event_log.Kind.FLUSH, b"\0more", "it is longer than what it holds."),

@@ -20,7 +20,7 @@ FOLDERS = {
 LAYERS = (
     ("kernels", "kernels.*"),
     ("chat_template", "tokenizer", "models", "models.*"),
-    ("batch", "sampling", "sampling_slots", "forward", "transfer"),
+    ("batch", "sampling", "sampling_slots", "forward", "host_pages", "transfer", "pool_bytes"),
     ("executor",),
     ("driver", "metrics", "text_stream"),
     ("experiments", "experiments.*"),
