@@ -12,7 +12,7 @@ import time
 from typing import Any
 
 from penelope_jax.config import policy_named
-from penelope_jax.experiments import command, demo_conversation, engine_options, replay
+from penelope_jax.experiments import command, demo_conversation, engine_flags, engine_options, replay
 from penelope_jax.experiments.sessions import Session, cut_session
 from penelope_jax.experiments.synthesize import SynthesisOptions, synthesize
 from penelope_jax.metrics import write_json
@@ -49,6 +49,9 @@ def compare_policies(args: argparse.Namespace) -> bool:
         sessions=len(sessions),
         device_tokens=None,
         host_tokens=0,
+        swap_tokens=engine_flags.SWAP_TOKENS,
+        prefetch_tokens=engine_flags.PREFETCH_TOKENS,
+        load_units="0",
         scheduler="lpm",
         max_wait_s=60.0,
         max_step_tokens=None,

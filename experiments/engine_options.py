@@ -1,4 +1,4 @@
-"""The flags that commands share, and what they make: a trace, a model, an engine configuration, an executor.
+"""What the flags of `engine_flags.py` make: a trace, a model, an engine configuration, an executor.
 
 Nothing here imports jax before a model is loaded, so that `penelope --help` and bad flags answer at once.
 """
@@ -23,7 +23,7 @@ from penelope_jax import config as config_lib
 from penelope_jax.config import EngineConfig, InsertUnit, Policy
 from penelope_jax.errors import InputError, bad_input
 from penelope_jax.experiments.sessions import Session
-from penelope_jax.experiments.traces import SUBAGENTS, ReadOptions, Trace, read_traces
+from penelope_jax.experiments.traces import ReadOptions, Trace, read_traces
 
 if TYPE_CHECKING:
     from penelope_jax.executor import JaxExecutor
@@ -33,71 +33,6 @@ PRESSURE = 0.45  # default device pool, as a share of what the live sessions nee
 HEADROOM = 1.5  # and at least this many times the longest request
 MOST_SESSIONS = 4096  # live at once; each takes rows of every compiled step
 MAX_STEP_TOKENS = 8192  # SGLang's prefill chunk, which sets the node size of its tree
-
-
-def add_trace_flags(parser: argparse.ArgumentParser, nargs: str = "+") -> None:
-    """Adds TRACE... and the flags that say how traces are read."""
-    parser.add_argument(
-        "trace", nargs=nargs, metavar="TRACE", help="file or folder: .jsonl (ours), .json (Weka); or .gz"
-    )
-    group = parser.add_argument_group("traces")
-    group.add_argument(
-        "--scale", type=int, default=1, metavar="K", help="divide token counts by K, a power of two <= 64"
-    )
-    group.add_argument(
-        "--shared-prefix",
-        type=int,
-        metavar="N",
-        help="Weka files: the first N trace tokens are the same in all sessions",
-    )
-    group.add_argument("--max-turns", type=int, metavar="N", help="end each session after N turns")
-    group.add_argument("--max-delay-s", type=float, default=math.inf, metavar="S", help="cut longer delays to S")
-    group.add_argument("--time-scale", type=float, default=1.0, metavar="X", help="multiply delays by X")
-    group.add_argument(
-        "--subagents", default="skip", metavar="|".join(SUBAGENTS), help="Weka subagents: skip, or separate sessions"
-    )
-    group.add_argument("--skip-bad", action="store_true", help="leave out broken entries, and say how many")
-
-
-def add_engine_flags(
-    parser: argparse.ArgumentParser, *, model: str | None = None, page_size: int = 64, sessions: int = 4
-) -> None:
-    """Adds the flags of model, cache and engine. `--model` is required unless `model` gives a default."""
-    group = parser.add_argument_group("model and engine")
-    group.add_argument(
-        "--model",
-        required=model is None,
-        default=model,
-        metavar="M",
-        help="Hugging Face directory, .gguf file, smollm2, or random:NAME",
-    )
-    group.add_argument("--dtype", metavar="float32|bfloat16", help="of weights and K/V; default: what the model says")
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="of random weights")
-    group.add_argument(
-        "--mesh", default="1x1", metavar="DATAxTENSOR", help="devices; on CPU that many are simulated (1x1)"
-    )
-    group.add_argument(
-        "--device-tokens",
-        type=int,
-        metavar="N",
-        help="device pool; default: max(1.5 x the longest request, 45 %% of what the live sessions need in the end)",
-    )
-    group.add_argument("--host-tokens", type=int, default=0, metavar="N", help="host pool; 0: none")
-    group.add_argument(
-        "--page-size", type=int, default=page_size, metavar="N", help=f"tokens a page, a power of two ({page_size})"
-    )
-    group.add_argument(
-        "--sessions", type=int, default=sessions, metavar="N", help=f"sessions live at once ({sessions})"
-    )
-    group.add_argument("--scheduler", default="lpm", metavar="|".join(config_lib.SCHEDULERS), help="who runs next")
-    group.add_argument(
-        "--max-wait-s", type=float, default=60.0, metavar="S", help="lpm-cost: who waited longer is first"
-    )
-    group.add_argument(
-        "--max-context", type=int, metavar="N", help="longest prompt and reply; a session ends before it"
-    )
-    group.add_argument("--max-step-tokens", type=int, metavar="N", help="token budget of a step (the prefill chunk)")
-    group.add_argument("--insert-unit", metavar="chunk|prompt", help="what makes a tree node, for the baselines")
 
 
 def read_options(args: argparse.Namespace, max_context: int | None) -> ReadOptions:
@@ -170,6 +105,9 @@ def check_flags(args: argparse.Namespace) -> None:
         EngineConfig(
             device_tokens=size if args.device_tokens is None else args.device_tokens,
             host_tokens=args.host_tokens,
+            swap_tokens=args.swap_tokens,
+            prefetch_tokens=args.prefetch_tokens,
+            load_units=load_units(args),
             page_size=size,
             scheduler=args.scheduler,
             max_wait_s=args.max_wait_s,
@@ -185,6 +123,17 @@ def insert_unit(args: argparse.Namespace) -> InsertUnit | None:
     if args.insert_unit not in known:
         raise ValueError(f"unknown insert_unit={args.insert_unit!r}; known: {', '.join(known)}.")
     return known[args.insert_unit]
+
+
+def load_units(args: argparse.Namespace) -> float:
+    """Returns `--load-units`. Raises ValueError if it is not a number of at least 0."""
+    try:
+        value = float(args.load_units)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < math.inf:
+        raise ValueError(f"load_units={args.load_units!r} must be a number of at least 0.")
+    return value
 
 
 def policies(args: argparse.Namespace, names: str) -> list[Policy]:
@@ -250,6 +199,9 @@ def engine_config(
         config = EngineConfig(
             device_tokens=device_tokens,
             host_tokens=args.host_tokens,
+            swap_tokens=args.swap_tokens,
+            prefetch_tokens=args.prefetch_tokens,
+            load_units=load_units(args),
             page_size=size,
             policy=policy,
             scheduler=args.scheduler,

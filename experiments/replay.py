@@ -19,7 +19,7 @@ from penelope_jax.config import EngineConfig
 from penelope_jax.driver import Driver, Executor
 from penelope_jax.errors import InputError
 from penelope_jax.event_log import EventLogWriter
-from penelope_jax.experiments import engine_options
+from penelope_jax.experiments import engine_flags, engine_options
 from penelope_jax.experiments.closed_loop import Call, ClosedLoop, RealClock, play
 from penelope_jax.experiments.sessions import Session
 from penelope_jax.metrics import Recorder, RequestRecord, summarize, write_json, write_records
@@ -191,8 +191,8 @@ def table(documents: Sequence[dict[str, Any]]) -> str:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of the command."""
-    engine_options.add_trace_flags(parser)
-    engine_options.add_engine_flags(parser)
+    engine_flags.add_trace_flags(parser)
+    engine_flags.add_engine_flags(parser)
     parser.add_argument("--policy", default="penelope", metavar="NAME,...", help="one or several, compared in a table")
     parser.add_argument("--deterministic", action="store_true", help="results do not depend on what else runs")
     parser.add_argument(

@@ -25,7 +25,7 @@ from penelope_jax.config import EngineConfig
 from penelope_jax.driver import Driver
 from penelope_jax.errors import InputError
 from penelope_jax.events import Sampled, Scored, Update
-from penelope_jax.experiments import engine_options
+from penelope_jax.experiments import engine_flags, engine_options
 from penelope_jax.experiments.bit_comparison import Key, Reply, Report, compare, differing_bits
 from penelope_jax.experiments.closed_loop import Call, ClosedLoop, StepClock, play
 from penelope_jax.experiments.sessions import Session
@@ -221,8 +221,8 @@ def _contents(
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of the command."""
-    engine_options.add_trace_flags(parser, nargs="*")
-    engine_options.add_engine_flags(parser, model="random:tiny", page_size=16, sessions=6)
+    engine_flags.add_trace_flags(parser, nargs="*")
+    engine_flags.add_engine_flags(parser, model="random:tiny", page_size=16, sessions=6)
     parser.add_argument("--policy", default="penelope", metavar="NAME", help="of the small cache")
     parser.add_argument(
         "--score-share", type=float, default=0.25, metavar="X", help="share of the prompts scored (0.25)"
