@@ -320,7 +320,7 @@ class JaxExecutor:
 
     def _check_pool(self) -> None:
         if self.kv_pool.is_deleted() or self._slots.marks.is_deleted():
-            raise RuntimeError("the KV pool was lost when a step was interrupted; make a new executor.")
+            raise RuntimeError("the KV pool was lost when a step or a load was interrupted; make a new executor.")
 
 
 def default_token_buckets(max_segments: int, max_step_tokens: int, *, deterministic: bool) -> tuple[int, ...]:

@@ -43,7 +43,7 @@ class HostPages:
         self._pages: dict[int, jax.Array] = {}
         if not num_pages:
             return
-        device = next(iter(pool_sharding.device_set))
+        device = next(iter(pool_sharding.addressable_devices))
         kinds = [memory.kind for memory in device.addressable_memories()]
         if HOST_MEMORY not in kinds:
             raise ValueError(

@@ -9,6 +9,7 @@ one. A load of a page whose demotion is under way follows it by the flow of data
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -238,7 +239,7 @@ class PageTransfer:
             return False
         if any(source.move.move_id in self._moving for source in moving.sources):
             return False
-        return all(array.is_ready() for array in moving.arrays)
+        return all(cast(Any, array).is_ready() for array in moving.arrays)
 
     def _end(self, moving: _Moving, put_pages: PutPages) -> None:
         """Ends a move that arrived or failed. Doing it again, after an interrupt, does no harm."""

@@ -174,7 +174,7 @@ def test_an_interrupt_that_loses_the_pool_is_named(params, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         executor.dispatch(plan(make_history().segment(0, 5)))
     for use in (lambda: executor.dispatch(plan(make_history().segment(0, 5))), lambda: executor.read_pages([0])):
-        with pytest.raises(RuntimeError, match="the KV pool was lost when a step was interrupted"):
+        with pytest.raises(RuntimeError, match="the KV pool was lost when a step or a load was interrupted"):
             use()
 
 
