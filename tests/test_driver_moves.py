@@ -1,15 +1,18 @@
 """Moves between the tiers in the loop: when they are started, polled, waited for and told, with a scripted engine."""
 
+import dataclasses
 import types
 
 import numpy as np
 import pytest
+from test_driver import conversations
 
 from penelope_jax import driver as driver_module
 from penelope_jax.config import EngineConfig
 from penelope_jax.driver import Driver, HashExecutor
 from penelope_jax.event_log import EventLogWriter, plan_digest, read_events
 from penelope_jax.events import MoveDone
+from penelope_jax.invariants import check_cache
 from penelope_jax.moves import Move, MoveKind
 from penelope_jax.segments import Segment, SegmentKind, StepDone, StepPlan
 
@@ -174,3 +177,21 @@ def test_hash_executor_ends_each_move_once_after_a_seeded_delay():
         assert 1 <= sum(len(failed) for _, failed in polls) <= 12
         orders.add(str(polls))
     assert len(orders) == 3
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("move_delay", "fail_moves"), [(0, 0.0), (6, 0.0), (3, 0.3)])
+def test_replies_do_not_depend_on_how_moves_end(overlap: bool, move_delay: int, fail_moves: float):
+    """The real engine with tiny tiers: slow and failing moves change no reply, and nothing leaks."""
+    expected = conversations(Driver(dataclasses.replace(CONFIG, device_tokens=2400), HashExecutor(90)), 4, 12)
+    config = dataclasses.replace(CONFIG, device_tokens=160, host_tokens=120, swap_tokens=4, prefetch_tokens=8)
+    executor = HashExecutor(90, move_delay=move_delay, fail_moves=fail_moves)
+    driver = Driver(config, executor, overlap=overlap)
+    assert conversations(driver, 4, 12) == expected
+    driver.drain_moves()
+    cache, counters = driver.state.cache, driver.state.counters
+    assert counters.loaded_pages > 40 and not cache.moves and not cache.pins
+    assert (counters.lost_pages > 0) == (fail_moves > 0)
+    check_cache(cache)
+    driver.flush()
+    assert not driver.state.cache.nodes and driver.state.cache.host.num_free == 31
