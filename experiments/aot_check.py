@@ -20,6 +20,7 @@ import argparse
 import dataclasses
 import importlib.metadata
 import platform
+import sys
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from typing import Any
@@ -34,20 +35,22 @@ class Part:
     """Something to compile.
 
     Attributes:
-        compile: returns reports, dataclasses, and what misses a bar.
-        show: prints the reports.
+        compile: yields the report of each program, a dataclass, or None if it does not compile; and what misses a bar.
+        header: what stands above the reports.
+        show: prints a report.
     """
 
-    compile: Callable[[], tuple[list[Any], list[str]]]
-    show: Callable[[list[Any]], None]
+    compile: Callable[[], Iterator[tuple[Any, list[str]]]]
+    header: str
+    show: Callable[[Any], None]
 
 
 PARTS = {
-    "hopper-kernels": Part(aot_hopper.compile_kernels, aot_hopper.print_kernels),
-    "hopper-copies": Part(aot_slices.compile_gpu_copies, aot_slices.print_programs),
-    "hopper-steps": Part(aot_slices.compile_gpu_steps, aot_slices.print_programs),
-    "tpu-copies": Part(aot_slices.compile_tpu_copies, aot_slices.print_programs),
-    "tpu-steps": Part(aot_slices.compile_tpu_steps, aot_slices.print_programs),
+    "hopper-kernels": Part(aot_hopper.compile_kernels, aot_hopper.HEADER, aot_hopper.print_kernels),
+    "hopper-copies": Part(aot_slices.compile_gpu_copies, aot_slices.HEADER, aot_slices.print_program),
+    "hopper-steps": Part(aot_slices.compile_gpu_steps, aot_slices.HEADER, aot_slices.print_program),
+    "tpu-copies": Part(aot_slices.compile_tpu_copies, aot_slices.HEADER, aot_slices.print_program),
+    "tpu-steps": Part(aot_slices.compile_tpu_steps, aot_slices.HEADER, aot_slices.print_program),
 }
 
 
@@ -73,10 +76,14 @@ def _run(args: argparse.Namespace) -> int:
     }
     all_missed = []
     for name in args.part or PARTS:
-        reports, missed = PARTS[name].compile()
-        PARTS[name].show(reports)
-        results[name] = [dataclasses.asdict(report) for report in reports]
-        all_missed += missed
+        part, results[name] = PARTS[name], []
+        print(f"{name}\n{part.header}", flush=True)
+        for report, missed in part.compile():
+            all_missed += missed
+            if report is not None:
+                results[name].append(dataclasses.asdict(report))
+                part.show(report)
+            sys.stdout.flush()
     for text in all_missed:
         print(f"MISSED {text}")
     results["missed"] = all_missed

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -65,11 +66,13 @@ ATTENTIONS = (
 _NUM_PAGES, _NUM_LAYERS, _NUM_SEGMENTS = 1024, 36, 64
 
 
-def compile_kernels() -> tuple[list[aot_cuda.ProgramReport], list[str]]:
-    """Compiles paged attention for H100. Returns the reports, and what misses a bar."""
+HEADER = f"{'program':34s} {'kernel':24s} registers  spills  shared B  wgmma  TMA load/store  exp beside  temp MiB"
+
+
+def compile_kernels() -> Iterator[tuple[aot_cuda.ProgramReport, list[str]]]:
+    """Compiles paged attention for H100. Yields each report, and what misses a bar."""
     mesh = aot_cuda.absent_mesh("h100", (1,), ("device",))
     sharding = NamedSharding(mesh, PartitionSpec())
-    reports, missed = [], []
     for sizes in ATTENTIONS:
         pool_shape = (_NUM_PAGES, _NUM_LAYERS, 2, sizes.num_kv_heads, sizes.page_size, sizes.head_dim)
         arguments = [
@@ -90,11 +93,10 @@ def compile_kernels() -> tuple[list[aot_cuda.ProgramReport], list[str]]:
             deterministic=sizes.deterministic,
         )
         report = aot_cuda.compile_program(sizes.name, attend, arguments, mesh)
-        reports.append(report)
+        missed = kernels_missed(report)
         if report.temporary_bytes >= shard_bytes(arguments[1]):
-            missed.append(f"{report.name}: temporary memory as large as the pool: it is copied")
-        missed += [f"{report.name}: {text}" for text in kernels_missed(report)]
-    return reports, missed
+            missed.append("temporary memory as large as the pool: it is copied")
+        yield report, [f"{report.name}: {text}" for text in missed]
 
 
 def kernels_missed(report: aot_cuda.ProgramReport) -> list[str]:
@@ -115,15 +117,13 @@ def kernels_missed(report: aot_cuda.ProgramReport) -> list[str]:
     return missed
 
 
-def print_kernels(reports: list[aot_cuda.ProgramReport]) -> None:
-    """Prints a line for each kernel."""
-    print(f"{'program':34s} {'kernel':24s} registers  spills  shared B  wgmma  TMA load/store  exp beside  temp MiB")
-    for report in reports:
-        for kernel in report.kernels:
-            code = kernel.ptx if kernel.sass is None else kernel.sass
-            registers = f"{kernel.registers}" + (f"/{kernel.worker_registers}" if kernel.worker_registers else "")
-            print(
-                f"{report.name:34s} {kernel.name:24s} {registers:>9s} {kernel.spill_bytes:7d} "
-                f"{kernel.shared_memory_bytes:9d} {code['wgmma']:6d} {code['tma_load']:8d}/{code['tma_store']:<6d} "
-                f"{code.get('exp_beside_wgmma', '-'):>10} {report.temporary_bytes / 2**20:9.1f}"
-            )
+def print_kernels(report: aot_cuda.ProgramReport) -> None:
+    """Prints a line for each kernel of a program."""
+    for kernel in report.kernels:
+        code = kernel.ptx if kernel.sass is None else kernel.sass
+        registers = f"{kernel.registers}" + (f"/{kernel.worker_registers}" if kernel.worker_registers else "")
+        print(
+            f"{report.name:34s} {kernel.name:24s} {registers:>9s} {kernel.spill_bytes:7d} "
+            f"{kernel.shared_memory_bytes:9d} {code['wgmma']:6d} {code['tma_load']:8d}/{code['tma_store']:<6d} "
+            f"{code.get('exp_beside_wgmma', '-'):>10} {report.temporary_bytes / 2**20:9.1f}"
+        )

@@ -1,7 +1,7 @@
 """Compiles whole programs for slices of accelerators that are not there: bytes of a device, and what is in place."""
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -22,8 +22,6 @@ from penelope_jax.experiments.aot_models import (
 )
 from penelope_jax.experiments.aot_programs import Program, memory_missed, shard_bytes, total_bytes
 from penelope_jax.models.layers import MESH_AXES
-
-Reports = tuple[list["PlacedProgram"], list[str]]
 
 # Qwen3-8B's pages on one device and spread over as many as there are kv heads, or fewer: generation, devices.
 GPU_COPIES = (("h100", 1), ("h200", 8))
@@ -57,58 +55,50 @@ class PlacedProgram:
     program: aot_cuda.ProgramReport | aot_tpu.ProgramReport
 
 
+Reports = Iterator[tuple[PlacedProgram | None, list[str]]]  # each with what misses a bar; None: it does not compile
+
+
 def compile_gpu_copies() -> Reports:
-    """Compiles writes and page copies for GPUs. Returns the reports, and what misses a bar."""
+    """Compiles writes and page copies for GPUs."""
     return _compile_copies(aot_cuda, GPU_COPIES)
 
 
 def compile_tpu_copies() -> Reports:
-    """Compiles writes and page copies for TPUs. Returns the reports, and what misses a bar."""
+    """Compiles writes and page copies for TPUs."""
     return _compile_copies(aot_tpu, TPU_COPIES)
 
 
 def compile_gpu_steps() -> Reports:
-    """Compiles the step of models for GPUs. Returns the reports, and what misses a bar."""
+    """Compiles the step of models for GPUs."""
     return _compile_steps(aot_cuda, GPU_DEPLOYMENTS, kernels_missed)
 
 
 def compile_tpu_steps() -> Reports:
-    """Compiles the step of models for TPUs. Returns the reports, and what misses a bar."""
+    """Compiles the step of models for TPUs."""
     return _compile_steps(aot_tpu, TPU_DEPLOYMENTS, _tpu_kernels_missed)
 
 
 def _compile_copies(compiler: Any, places: Iterable[tuple[str, int]]) -> Reports:
-    placed, missed = [], []
     for device, num_devices in places:
         mesh = compiler.absent_mesh(device, (1, num_devices), MESH_AXES)
         pool = abstract_pool(_COPIED_POOL, "bfloat16", mesh)
         for program in copy_programs(pool, _COPIED_ROWS, MAX_SEGMENTS):
-            _compile(compiler, device, mesh, program, lambda report: [], placed, missed)
-    return placed, missed
+            yield _compile(compiler, device, mesh, program, lambda report: [])
 
 
 def _compile_steps(
     compiler: Any, deployments: Iterable[Deployment], find_missed: Callable[[Any], list[str]]
 ) -> Reports:
-    placed, missed = [], []
     for deployment in deployments:
         mesh = compiler.absent_mesh(deployment.device, (deployment.data, deployment.tensor), MESH_AXES)
         for num_rows in (DECODE_ROWS, PREFILL_ROWS):
             program = step_program(deployment, num_rows, mesh)
-            _compile(compiler, deployment.device, mesh, program, find_missed, placed, missed)
-    return placed, missed
+            yield _compile(compiler, deployment.device, mesh, program, find_missed)
 
 
 def _compile(
-    compiler: Any,
-    device: str,
-    mesh: Mesh,
-    program: Program,
-    find_missed: Callable[[Any], list[str]],
-    placed: list[PlacedProgram],
-    missed: list[str],
-) -> None:
-    """Compiles one program; appends to `placed` and `missed`."""
+    compiler: Any, device: str, mesh: Mesh, program: Program, find_missed: Callable[[Any], list[str]]
+) -> tuple[PlacedProgram | None, list[str]]:
     shape = (mesh.shape["data"], mesh.shape["tensor"])
     where = f"{program.name} on {_chips(device, shape)}"
     try:
@@ -116,16 +106,22 @@ def _compile(
             program.name, program.function, program.arguments, mesh, donate_argnums=program.donated
         )
     except jax.errors.JaxRuntimeError as error:
-        missed.append(f"{where}: does not compile: {str(error).splitlines()[0]}")
-        return
+        return None, [f"{where}: does not compile: {str(error).splitlines()[0]}"]
     not_in_place, total = memory_missed(program, report), total_bytes(report)
-    found = not_in_place + find_missed(report)
+    missed = not_in_place + find_missed(report)
     if total > MEMORY[device]:
-        found.append(f"needs {total} bytes of a device; it has {MEMORY[device]}")
-    missed += [f"{where}: {text}" for text in found]
-    pool_tokens = program.pool.shape[0] * program.pool.shape[4]
-    bytes_of_device = (shard_bytes(program.pool), total, MEMORY[device])
-    placed.append(PlacedProgram(device, shape, pool_tokens, *bytes_of_device, not not_in_place, report))
+        missed.append(f"needs {total} bytes of a device; it has {MEMORY[device]}")
+    placed = PlacedProgram(
+        device=device,
+        mesh=shape,
+        pool_tokens=program.pool.shape[0] * program.pool.shape[4],
+        pool_bytes=shard_bytes(program.pool),
+        total_bytes=total,
+        memory_bytes=MEMORY[device],
+        in_place=not not_in_place,
+        program=report,
+    )
+    return placed, [f"{where}: {text}" for text in missed]
 
 
 def _tpu_kernels_missed(report: aot_tpu.ProgramReport) -> list[str]:
@@ -136,24 +132,25 @@ def _chips(device: str, mesh: tuple[int, int]) -> str:
     return f"{device} {mesh[0]}x{mesh[1]}"
 
 
-def print_programs(placed: list[PlacedProgram]) -> None:
-    """Prints a line for each program, and what its kernels use where there are any."""
+HEADER = (
+    f"{'program':34s} {'device, mesh':12s} pool tokens  GiB of a device: arguments    pool  output-alias   total"
+    "   of it  in place  temp MiB"
+)
+
+
+def print_program(placed: PlacedProgram) -> None:
+    """Prints a line for a program, and what its kernels use where it has any."""
+    report = placed.program
+    new = report.output_bytes - report.aliased_bytes
+    sizes = (report.argument_bytes, placed.pool_bytes, new, placed.total_bytes)
+    arguments, pool, new, total = (f"{size / 2**30:.3f}" for size in sizes)
     print(
-        f"{'program':34s} {'device, mesh':12s} pool tokens  GiB of a device: arguments    pool  output-alias   total"
-        "   of it  in place  temp MiB"
+        f"{report.name:34s} {_chips(placed.device, placed.mesh):12s} {placed.pool_tokens:11,d} {arguments:>27s} {pool:>7s}"
+        f" {new:>13s} {total:>7s} {placed.total_bytes / placed.memory_bytes:7.1%}"
+        f"  {'yes' if placed.in_place else 'no':8s} {report.temporary_bytes / 2**20:9.2f}"
     )
-    for one in placed:
-        report = one.program
-        new = report.output_bytes - report.aliased_bytes
-        sizes = (report.argument_bytes, one.pool_bytes, new, one.total_bytes)
-        arguments, pool, new, total = (f"{size / 2**30:.3f}" for size in sizes)
-        print(
-            f"{report.name:34s} {_chips(one.device, one.mesh):12s} {one.pool_tokens:11,d} {arguments:>27s} {pool:>7s}"
-            f" {new:>13s} {total:>7s} {one.total_bytes / one.memory_bytes:7.1%}  {'yes' if one.in_place else 'no':8s}"
-            f" {report.temporary_bytes / 2**20:9.2f}"
-        )
-        for kernel in report.kernels:
-            print(f"    {kernel.name}: {_kernel_text(kernel)}")
+    for kernel in report.kernels:
+        print(f"    {kernel.name}: {_kernel_text(kernel)}")
 
 
 def _kernel_text(kernel: aot_cuda.KernelReport | aot_tpu.KernelReport) -> str:

@@ -1,4 +1,4 @@
-"""Pages copied out of the pool and back: bytes, padding, meshes, what is consumed, compiled and copied."""
+"""Pages copied out of the pool and back: bytes, padding, meshes, what is consumed and what compiles. `test_aot_programs.py` has memory."""
 
 import re
 
@@ -129,29 +129,6 @@ def test_nothing_compiles_once_every_bucket_has_run():
     for number in range(1, PAGE_BUCKETS[-1] + 1):
         pool = move(pool, [1] * number, [2] * number)
     assert (gather_pages._cache_size(), scatter_pages._cache_size()) == compiled
-
-
-@pytest.mark.parametrize("mesh_shape", [(1, 1), (1, 4)])
-def test_memory_analysis_copies_are_in_place(mesh_shape):
-    """The compiler aliases the whole pool; the only other memory is that of the pages themselves."""
-    sharding = NamedSharding(device_mesh(*mesh_shape), POOL_SPEC)
-    shape = (512, *SHAPE[1:])
-    pool = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding)
-    page = jax.ShapeDtypeStruct(shape[1:], jnp.bfloat16, sharding=page_sharding(sharding))
-    ids = jax.ShapeDtypeStruct((4,), jnp.int32)
-    page_bytes = 2 * int(np.prod(shape[1:])) // mesh_shape[1]
-
-    memory = scatter_pages.lower(pool, ids, (page,) * 4, sharding=sharding).compile().memory_analysis()
-    assert memory.alias_size_in_bytes == 512 * page_bytes
-    assert memory.temp_size_in_bytes <= page_bytes
-    memory = gather_pages.lower(pool, ids, sharding=sharding).compile().memory_analysis()
-    assert memory.alias_size_in_bytes == 0
-    assert memory.temp_size_in_bytes <= 4 * page_bytes
-    assert memory.output_size_in_bytes <= 5 * page_bytes
-
-    not_donated = jax.jit(scatter_pages.__wrapped__)  # control: the same without donation
-    memory = not_donated.lower(pool, ids, (page,) * 4).compile().memory_analysis()
-    assert memory.alias_size_in_bytes == 0 and memory.output_size_in_bytes >= 512 * page_bytes
 
 
 def test_control_a_shifted_page_is_seen():
