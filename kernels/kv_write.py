@@ -27,13 +27,15 @@ def write_kv(
         layer: i32[], which layer of the pool.
         keys: [T, K, H].
         values: [T, K, H].
-        write_pages: i32[W], distinct page ids; `DROP_PAGE` where there is nothing to write.
+        write_pages: i32[W], distinct page ids; `DROP_PAGE` where there is nothing to write. One that is no page of the
+            pool writes nothing.
         write_source: i32[W, page_size], for each slot the row that goes there, or -1 to keep what the slot holds.
 
     Returns:
         The pool with those slots changed.
     """
     num_pages = kv_pool.shape[0]
+    write_pages = jnp.where(write_pages < 0, DROP_PAGE, write_pages)  # else they would count from the end
     rows = jnp.stack([keys, values], axis=1).astype(kv_pool.dtype)  # [T, 2, K, H]
     new = rows[jnp.maximum(write_source, 0)].transpose(0, 2, 3, 1, 4)  # [W, 2, K, page_size, H]
     old = kv_pool[jnp.minimum(write_pages, num_pages - 1), layer]

@@ -247,12 +247,12 @@ def test_write_changes_the_named_slots_only(dtype):
     random = np.random.default_rng(0)
     pool = random.standard_normal((num_pages, NUM_LAYERS, 2, num_kv_heads, size, head_dim)).astype(dtype)
     keys, values = (random.standard_normal((num_rows, num_kv_heads, head_dim)).astype(dtype) for _ in range(2))
-    pages = np.array([4, DROP_PAGE, 0, 5, num_pages], np.int32)
-    source = np.array([[0, 1, 2, 3], [8, 8, 8, 8], [-1, -1, 4, 5], [7, -1, -1, -1], [6, 6, 6, 6]], np.int32)
+    pages = np.array([4, DROP_PAGE, 0, 5, num_pages, -3], np.int32)
+    source = np.array([[0, 1, 2, 3], [8] * 4, [-1, -1, 4, 5], [7, -1, -1, -1], [6] * 4, [6] * 4], np.int32)
     expected = pool.copy()
     for page, rows in zip(pages, source, strict=True):
         for slot, row in enumerate(rows):
-            if page < num_pages and row >= 0:
+            if 0 <= page < num_pages and row >= 0:
                 expected[page, LAYER, 0, :, slot] = keys[row]
                 expected[page, LAYER, 1, :, slot] = values[row]
     written = jax.jit(write_kv, donate_argnums=0)(jnp.array(pool), LAYER, keys, values, pages, source)
