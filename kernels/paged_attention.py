@@ -14,6 +14,9 @@ import jax.numpy as jnp
 from penelope_jax.kernels.paged_attention_cpu import paged_attention_cpu
 from penelope_jax.kernels.paged_attention_gpu import paged_attention_gpu
 from penelope_jax.kernels.paged_attention_reference import paged_attention_reference
+from penelope_jax.kernels.paged_attention_tpu import paged_attention_tpu
+from penelope_jax.kernels.tpu_geometry import generation_of
+from penelope_jax.kernels.traced_device import traced_device_kind
 
 # Plain XLA, on every platform.
 IMPLEMENTATIONS = {
@@ -23,6 +26,7 @@ IMPLEMENTATIONS = {
 # Pallas kernels, each for its own devices, and for all in its interpreter.
 KERNELS = {
     "gpu": paged_attention_gpu,
+    "tpu": paged_attention_tpu,
 }
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -52,10 +56,10 @@ def resolve_implementation(name: str | None, *, interpret: bool = False) -> str:
 
 def _has_device(kernel: str) -> bool:
     """Tells whether what is traced runs on a device that a kernel is for."""
-    # Where a program is compiled for absent devices, the mesh names them.
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    kind = device.device_kind if device is not None else jax.devices()[0].device_kind
-    return kernel == "gpu" and any(name in kind.replace("-", " ").split() for name in _HOPPER)
+    kind = traced_device_kind()
+    if kernel == "tpu":
+        return generation_of(kind) is not None
+    return any(name in kind.replace("-", " ").split() for name in _HOPPER)
 
 
 def ragged_paged_attention(
