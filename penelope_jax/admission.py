@@ -54,7 +54,8 @@ def admit(cache: CacheState, config: EngineConfig, request: Request) -> tuple[Ca
     prompt_len = len(request.prompt)
     limit = (prompt_len - 1) // size
     found = radix_tree.match(cache, request.prompt, request.namespace, limit)
-    cheaper = tiers.drop_cheap(cache, found.node_ids, found.stop, config.linear_cost, config.load_units)
+    load_units = 0.0 if config.policy.inclusive else config.load_units  # SGLang loads whatever is there
+    cheaper = tiers.drop_cheap(cache, found.node_ids, found.stop, config.linear_cost, load_units)
     if cheaper is not cache:
         cache, found = cheaper, radix_tree.match(cheaper, request.prompt, request.namespace, limit)
     path_pages = prompt_len // size

@@ -85,10 +85,8 @@ def drop(edit: TreeEdit, node: Node, first: int, last: int, freed: dict[Tier, li
 
 
 def _leaf_tail(edit: TreeEdit, leaf: Node, num_pages: int, unit: Unit) -> list[tuple[Node, int, int]]:
-    if unit is Unit.NODE:
-        return _resident_runs(leaf, leaf.num_resident)
     first = _tail_run(leaf)
-    return [(leaf, max(first, leaf.num_pages - num_pages), leaf.num_pages)]
+    return [(leaf, first if unit is Unit.NODE else max(first, leaf.num_pages - num_pages), leaf.num_pages)]
 
 
 def _leaf_head(edit: TreeEdit, leaf: Node, num_pages: int, unit: Unit) -> list[tuple[Node, int, int]]:

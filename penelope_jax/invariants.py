@@ -43,6 +43,8 @@ def check_cache(cache: CacheState, private_ids: tuple[int, ...] | np.ndarray = (
     let_go = [host_id for host_id, node_id in cache.moving.items() if node_id == NO_NODE]
     _check_pool("host", cache.host, [*host, np.array(let_go, np.int32)])
     num_copies = sum(int((node.copies != NO_PAGE).sum()) for node in nodes if node.copies is not None)
+    copied = {node.node_id for node in nodes if node.copies is not None}
+    assert set(cache.copied) == copied, "nodes with copies and their index disagree"
     counts = (cache.num_device, cache.num_host, cache.num_copies)
     found = (sum(map(len, device)), sum(map(len, host)) - num_copies, num_copies)
     assert counts == found, f"{counts} pages on the device, on the host and copies, but {found} are in the tree"

@@ -341,7 +341,7 @@ class _Planner(Room):
             self.running.append(admitted)
             self.tell("admitted", int(request.metrics is None))
             self.extend(admitted)
-        if self.cache.num_host and not self.is_short:
+        if self.cache.num_host and not self.is_short and not self.config.policy.inclusive:
             waiting = dataclasses.replace(self.state, waiting=self.waiting)
             self.prefetch(scheduler.ordered(waiting, matches), before)
 

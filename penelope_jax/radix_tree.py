@@ -121,6 +121,7 @@ class CacheState:
         num_resident: pages held by the tree, in both tiers.
         num_host: of these on the host.
         num_copies: host pages that are copies of device pages.
+        copied: node id -> True, of nodes with such copies.
         next_node_id, next_pin_id, next_move_id: ids are never used twice.
     """
 
@@ -139,6 +140,7 @@ class CacheState:
     num_resident: int = 0
     num_host: int = 0
     num_copies: int = 0
+    copied: immutables.Map = immutables.Map()
     next_node_id: int = 0
     next_pin_id: int = 0
     next_move_id: int = 0

@@ -3,6 +3,7 @@
 New pages need room in both tiers together: what lacks is evicted, in one order over both. Then the device must have the
 place: what lacks leaves it for the host, in the same order, which evicts nothing. A load changes places with what makes
 room for it, so with both tiers full it goes through the swap buffer: host pages are free again when loads have ended.
+For comparison, `inclusive.py` makes room as two caches do.
 
 `Room` collects changes to one cache value while a plan is made, and never escapes it.
 """
@@ -11,7 +12,7 @@ import dataclasses
 
 import numpy as np
 
-from penelope_jax import demotion, eviction, histories, pages, radix_tree, tiers
+from penelope_jax import demotion, eviction, histories, inclusive, pages, radix_tree, tiers
 from penelope_jax.config import EngineConfig
 from penelope_jax.moves import Move, MoveKind
 from penelope_jax.pages import Tier
@@ -40,6 +41,7 @@ class Room:
         self.is_short = False
         self._demoted: dict[int, int] = {}  # host id -> device id, of demotions of this plan
         self._loads: list[Load] = []
+        self._inclusive = config.policy.inclusive and config.num_host_pages > 0
         self._num_loading = tiers.num_loading(cache)
         self._moving_left = config.max_moving_pages - tiers.num_moving(cache)
 
@@ -59,8 +61,11 @@ class Room:
         """
         short = num_pages - self.cache.device.num_free
         if short > 0:
-            self._evict(num_pages - self.cache.device.num_free - max(0, self._host_room()))
-            self._demote(min(num_pages - self.cache.device.num_free, self._host_room()))
+            if self._inclusive:
+                self._write_back(short)
+            else:
+                self._evict(short - max(0, self._host_room()))
+                self._demote(min(num_pages - self.cache.device.num_free, self._host_room()))
         if num_pages > self.cache.device.num_free:
             self.is_short = True
             return None
@@ -71,7 +76,9 @@ class Room:
     def load(
         self, request_id: int, node_ids: tuple[int, ...], stop: int, most: int, *, newest: int | None = None
     ) -> int:
-        """Begins to load the first host pages of a path, as many as can find a place. Evicts nothing.
+        """Begins to load the first host pages of a path, as many as can find a place.
+
+        Evicts nothing, unless the tiers are two caches.
 
         Args:
             request_id: for whom.
@@ -94,7 +101,11 @@ class Room:
         if wanted <= 0:
             return 0
         room = max(0, self._host_room())
-        num_demoted = self._demote(wanted - free, newest=newest)
+        num_demoted = 0
+        if self._inclusive:
+            self._write_back(wanted - free)
+        else:
+            num_demoted = self._demote(wanted - free, newest=newest)
         number = min(wanted, self.cache.device.num_free)
         if not number:
             return 0
@@ -166,6 +177,15 @@ class Room:
         self.cache, done = eviction.evict(self.cache, num_pages, self.config.policy)
         self.evicted.extend(done.spans)
         self.tell("evicted_pages", done.num_pages)
+
+    def _write_back(self, num_pages: int) -> None:
+        if num_pages <= 0:
+            return
+        self.cache, done = inclusive.make_room(self.cache, num_pages, self._moving_left)
+        self.evicted.extend(done.spans)
+        self.tell("evicted_pages", done.num_evicted)
+        self._demoted.update(zip(done.host_ids.tolist(), done.device_ids.tolist(), strict=True))
+        self._moving_left -= len(done.host_ids)
 
     def _demote(self, num_pages: int, *, newest: int | None = None) -> int:
         num_pages = min(num_pages, self._moving_left)

@@ -37,6 +37,7 @@ class TreeEdit:
         self.moving = cache.moving
         self.num_host = cache.num_host
         self.num_copies = cache.num_copies
+        self.copied = cache.copied
         self.clock = cache.clock
         self.num_resident = cache.num_resident
         self.next_node_id = cache.next_node_id
@@ -51,6 +52,7 @@ class TreeEdit:
             moving=self.moving,
             num_host=self.num_host,
             num_copies=self.num_copies,
+            copied=self.copied,
             clock=self.clock,
             num_resident=self.num_resident,
             next_node_id=self.next_node_id,
@@ -59,17 +61,24 @@ class TreeEdit:
 
     def put(self, new: Node) -> Node:
         """Stores a node; keeps the orders of leaves, the counts and, up to the root, what is busy right."""
-        old = self._store(new)
-        if self.tiered:
-            was_busy, busy = old is not None and is_busy(old), is_busy(new)
-            if was_busy != busy and new.parent_id != NO_PAGE:
-                parent = self.nodes[new.parent_id]
-                stamp = parent.stamp if busy else max(parent.stamp, new.stamp)
-                self.put(parent._replace(num_busy=parent.num_busy + (1 if busy else -1), stamp=stamp))
+        if not self.tiered or new.parent_id == NO_PAGE:
+            self._store(new)
+            return new
+        old = self.nodes.get(new.node_id)
+        was_busy, busy = old is not None and is_busy(old), is_busy(new)
+        # A node and the one above may have one stamp, so the upper leaves the order before the lower enters it.
+        if busy and not was_busy:
+            parent = self.nodes[new.parent_id]
+            self.put(parent._replace(num_busy=parent.num_busy + 1))
+        self._store(new)
+        if was_busy and not busy:
+            parent = self.nodes[new.parent_id]
+            stamp = max(parent.stamp, new.stamp)
+            self.put(parent._replace(num_busy=parent.num_busy - 1, stamp=stamp))
         return new
 
-    def _store(self, new: Node) -> Node | None:
-        """Stores a node without telling its parent; returns what was there."""
+    def _store(self, new: Node) -> None:
+        """Stores a node without telling its parent."""
         old = self.nodes.get(new.node_id)
         stamp_before = old.stamp if old is not None and is_leaf(old) else None
         stamp_now = new.stamp if is_leaf(new) else None
@@ -80,8 +89,11 @@ class TreeEdit:
             self.device_leaves = _in_order(self.device_leaves, new.node_id, stamp_before, stamp_now)
         self.num_resident += new.num_resident - (old.num_resident if old is not None else 0)
         self.num_host += new.num_host - (old.num_host if old is not None else 0)
+        if new.copies is not None or (old is not None and old.copies is not None):
+            known = new.node_id in self.copied
+            if known != (new.copies is not None):
+                self.copied = self.copied.delete(new.node_id) if known else self.copied.set(new.node_id, True)
         self.nodes[new.node_id] = new
-        return old
 
     def stamp(self, node: Node) -> Node:
         """Stamps the node where a touch ended, and the device leaf above it if all below that is on the host."""

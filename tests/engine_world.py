@@ -19,7 +19,7 @@ from penelope_jax.config import EngineConfig, Start
 from penelope_jax.events import Abort, Event, Finished, Flush, Refused, Sampled, Scored, Stop, Submit, Update
 from penelope_jax.invariants import check_cache
 from penelope_jax.pages import NO_PAGE
-from penelope_jax.radix_tree import CacheState
+from penelope_jax.radix_tree import CacheState, Node
 from penelope_jax.segments import SamplingParams, Segment, SegmentKind, StepDone, StepPlan
 from penelope_jax.state import EngineState, private_page_ids
 
@@ -144,8 +144,11 @@ class EngineWorld:
         self.log.append(plan)
         self.check_admissions()
         retracted = self.note_retractions()
-        if plan is None:
-            assert self.flights or self.state.idle, "requests are left, nothing is in flight, and nothing is planned"
+        if plan is not None:
+            self.start_moves(plan)
+        if plan is None or not plan.segments:
+            waits = self.flights or self.state.idle or self.state.cache.moves
+            assert waits, "requests are left, nothing is in flight, and nothing is planned"
             self.check_state()
             return None
         assert sorted(plan.retracted) == sorted(retracted)
@@ -158,6 +161,9 @@ class EngineWorld:
         self.last_plan = plan
         self.check_state()
         return plan
+
+    def start_moves(self, plan: StepPlan) -> None:
+        assert not plan.moves, "there is one tier"
 
     def note_retractions(self) -> list[int]:
         """Returns the requests that were sent back to the queue just now."""
@@ -186,7 +192,8 @@ class EngineWorld:
                 assert metrics.new >= 1
                 assert min(metrics.device_hit, metrics.host_hit, metrics.refilled) >= 0
                 assert sum(b - a for a, b in metrics.compute_spans) == metrics.refilled + metrics.new
-                if self.config.policy.start is Start.LEAF_TAIL:
+                dropped = self.counters.lost_pages or self.config.load_units  # pages that the policy did not choose
+                if self.config.policy.start is Start.LEAF_TAIL and not dropped:
                     assert metrics.refilled == 0, "this policy makes no holes"
             assert request.metrics == history.metrics, "metrics are those of the first admission"
 
@@ -357,11 +364,16 @@ class EngineWorld:
             node = cache.nodes[node_id]
             chain = chain_behind(last, node.tokens)
             expected = chain.reshape(-1, cache.page_size)
-            resident = node.page_ids != NO_PAGE
-            held = self.slots[node.page_ids[resident]]
-            assert (held == expected[resident]).all(), f"node {node_id} has a page with other K/V"
+            for pool, page_ids in self.held(node):
+                resident = page_ids != NO_PAGE
+                same = pool[page_ids[resident]] == expected[resident]
+                assert same.all(), f"node {node_id} has a page with other K/V"
             last = int(chain[-1]) if len(chain) else last
             stack.extend((child_id, last) for child_id in node.children.values())
+
+    def held(self, node: Node) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Returns pools and the ids of a node's pages there, NO_PAGE where it has none."""
+        return [(self.slots, node.page_ids)]
 
     def check_replay(self) -> None:
         """A run is its events: the same events and calls give the same plans and the same state."""

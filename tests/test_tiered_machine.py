@@ -1,0 +1,116 @@
+"""Random events against the engine with two tiers (tiered_world.py): moves end late, in any order, or fail."""
+
+from collections import Counter
+from typing import ClassVar
+
+import hypothesis.strategies as st
+import pytest
+import seeded_machines
+from hypothesis.stateful import initialize, precondition, rule
+from test_engine_machine import EngineMachine, configs, seeds
+from tiered_world import TieredWorld, with_host
+
+from penelope_jax.segments import SamplingParams
+
+MIN_OPERATIONS = 20_000
+
+
+@st.composite
+def tiered_configs(draw: st.DrawFn):
+    config = draw(configs())
+    return with_host(
+        config,
+        draw(st.sampled_from([1, 2, 4, 8, 16, 40])),
+        draw(st.sampled_from([1, 1, 2, 4])),
+        prefetch_tokens=draw(st.sampled_from([0, 1, 2, 8])) * config.page_size,
+        max_moving_tokens=draw(st.sampled_from([0, 2, 3, 8])) * config.page_size,
+        load_units=float(draw(st.sampled_from([0, 0, 0, 40 * config.page_size]))),
+    )
+
+
+class TieredMachine(EngineMachine):
+    """The engine's machine, with moves."""
+
+    totals: ClassVar[Counter[str]] = Counter()
+
+    @initialize(config=tiered_configs())
+    def start(self, config):
+        self.world = TieredWorld(config)
+        self.size = config.page_size
+        self.next_token = 100
+
+    @precondition(lambda self: self.world.moves)
+    @rule(data=st.data())
+    def end_a_move(self, data: st.DataObject):
+        self.world.end_move(data.draw(st.sampled_from(sorted(self.world.moves))))
+        self.count()
+
+    @precondition(lambda self: self.world.moves)
+    @rule()
+    def end_all_moves(self):
+        self.world.end_moves()
+        self.count()
+
+    @precondition(lambda self: len(self.world.moves) > 2)
+    @rule(data=st.data())
+    def a_move_fails(self, data: st.DataObject):
+        self.world.end_move(data.draw(st.sampled_from(sorted(self.world.moves))), fails=True)
+        self.count()
+
+    @rule(seed=seeds, rounds=st.integers(1, 6))
+    def live(self, seed: int, rounds: int):
+        """Steps, with moves that end one step later."""
+        for _ in range(rounds):
+            moves = list(self.world.moves)
+            self.world.step(self.sampler(seed))
+            for move_id in moves:
+                if move_id in self.world.moves:
+                    self.world.end_move(move_id)
+            self.count()
+
+    @rule(pages=st.integers(1, 3), sessions=st.integers(2, 4), turns=st.integers(2, 3), seed=seeds, fails=st.booleans())
+    def take_turns(self, pages: int, sessions: int, turns: int, seed: int, fails: bool):
+        """Sessions that share a page go on one after the other; together they are more than the device holds."""
+        prompts = []
+        for _ in range(sessions):
+            self.next_token += 1
+            prompts.append([0] * self.size + [self.next_token] * (pages * self.size))
+        for turn in range(turns):
+            for prompt in prompts:
+                if len(prompt) + 2 * self.size < self.world.room:
+                    self.submit(prompt + [turn], SamplingParams(max_tokens=1), "")
+                    prompt += [turn] * self.size
+                    self.live(seed, 4)
+            if fails and self.world.moves:
+                self.world.end_move(min(self.world.moves), fails=True)
+
+    def tally(self) -> None:
+        super().tally()
+        counters = self.world.state.counters
+        for name in ("demoted_pages", "loaded_pages", "prefetched_pages", "swapped_loads", "lost_pages"):
+            self.totals[name] += getattr(counters, name)
+
+
+def run(seeds_: range, **options: bool) -> None:
+    TieredMachine.totals.clear()
+    seeded_machines.run(TieredMachine, seeds_, **options)
+
+
+def test_two_tiers_keep_the_engines_promises():
+    happened = ("demoted_pages", "loaded_pages", "prefetched_pages", "swapped_loads", "lost_pages", "retractions")
+    totals = TieredMachine.totals
+    totals.clear()
+    for seed in range(40):
+        seeded_machines.run(TieredMachine, range(seed, seed + 1))
+        if totals["operations"] >= MIN_OPERATIONS and all(totals[name] >= 10 for name in happened):
+            return
+    raise AssertionError(totals)
+
+
+@pytest.mark.slow
+def test_two_tiers_keep_the_engines_promises_at_length():
+    for seed in range(2_000, 2_600):
+        seeded_machines.run(TieredMachine, range(seed, seed + 1))
+        if TieredMachine.totals["operations"] >= 10 * MIN_OPERATIONS:
+            return
+    raise AssertionError(TieredMachine.totals)
