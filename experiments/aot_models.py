@@ -66,14 +66,14 @@ GPU_DEPLOYMENTS = (
     Deployment("qwen3-235b-a22b", "h200", 2, 4, 524_288),
 )
 TPU_DEPLOYMENTS = (
+    Deployment("qwen3-235b-a22b", "v5p", 16, 4, 1_048_576),
+    Deployment("qwen3-235b-a22b", "v6e", 16, 4, 262_144),
     Deployment("qwen3-8b", "v5e", 1, 8, 524_288),
     Deployment("qwen3-8b", "v5p", 1, 4, 1_048_576),
     Deployment("qwen3-8b", "v6e", 1, 8, 1_048_576),
     Deployment("qwen3-32b", "v5e", 2, 8, 196_608),
     Deployment("qwen3-32b", "v5p", 1, 4, 524_288),
     Deployment("qwen3-32b", "v6e", 1, 8, 524_288),
-    Deployment("qwen3-235b-a22b", "v5p", 16, 4, 1_048_576),
-    Deployment("qwen3-235b-a22b", "v6e", 16, 4, 262_144),
 )
 
 

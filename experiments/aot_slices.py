@@ -133,20 +133,19 @@ def _chips(device: str, mesh: tuple[int, int]) -> str:
 
 
 HEADER = (
-    f"{'program':34s} {'device, mesh':12s} pool tokens  GiB of a device: arguments    pool  output-alias   total"
-    "   of it  in place  temp MiB"
+    f"{'program':34s} {'device, mesh':12s} pool tokens  GiB of a device: arguments    pool aliased  total   of it"
+    "  in place  temp MiB"
 )
 
 
 def print_program(placed: PlacedProgram) -> None:
     """Prints a line for a program, and what its kernels use where it has any."""
     report = placed.program
-    new = report.output_bytes - report.aliased_bytes
-    sizes = (report.argument_bytes, placed.pool_bytes, new, placed.total_bytes)
-    arguments, pool, new, total = (f"{size / 2**30:.3f}" for size in sizes)
+    sizes = (report.argument_bytes, placed.pool_bytes, report.aliased_bytes, placed.total_bytes)
+    arguments, pool, aliased, total = (f"{size / 2**30:.3f}" for size in sizes)
     print(
         f"{report.name:34s} {_chips(placed.device, placed.mesh):12s} {placed.pool_tokens:11,d} {arguments:>27s} {pool:>7s}"
-        f" {new:>13s} {total:>7s} {placed.total_bytes / placed.memory_bytes:7.1%}"
+        f" {aliased:>7s} {total:>6s} {placed.total_bytes / placed.memory_bytes:7.1%}"
         f"  {'yes' if placed.in_place else 'no':8s} {report.temporary_bytes / 2**20:9.2f}"
     )
     for kernel in report.kernels:
