@@ -28,6 +28,7 @@ from penelope_jax.events import (
 )
 from penelope_jax.invariants import check_idle
 from penelope_jax.moves import Move
+from penelope_jax.radix_tree import CacheState
 from penelope_jax.segments import SamplingParams, Segment, StepDone, StepPlan
 from penelope_jax.state import EngineState, make_state
 from penelope_jax.transfer_faults import TransferFaults
@@ -84,7 +85,8 @@ class Driver:
     device, and the host hears of them one step late. Outputs are the same; a request that ends on a stop token costs
     one more row.
 
-    With `log`, every event and plan is written there before it takes effect; whoever opened the log closes it.
+    With `log`, every event and plan is written there before it takes effect; whoever opened the log closes it. With
+    `cache` it starts with what a snapshot restored.
 
     Not thread safe: one thread owns it.
     """
@@ -97,10 +99,15 @@ class Driver:
         *,
         overlap: bool = False,
         log: EventLogWriter | None = None,
+        cache: CacheState | None = None,
     ):
         if log is not None and log.config != config:
             raise ValueError("the event log was opened for another configuration.")
+        if log is not None and cache is not None and cache.num_resident:
+            raise ValueError(f"an event log begins with an empty cache; this one holds {cache.num_resident} pages.")
         self.state: EngineState = make_state(config)
+        if cache is not None:
+            self.state = dataclasses.replace(self.state, cache=cache)
         self.log = log
         self.executor = executor
         self.clock = clock

@@ -20,8 +20,8 @@ from penelope_jax import pool_bytes
 from penelope_jax.batch import Buckets, ForwardBatch, build_batch, padding_batch
 from penelope_jax.config import check_page_size
 from penelope_jax.forward import POOL_SPEC, StepOutputs, StepSettings, forward_step
-from penelope_jax.host_pages import HostPages
-from penelope_jax.kernels.page_copy import gather_pages, scatter_pages
+from penelope_jax.host_pages import HostPages, check_pages
+from penelope_jax.kernels.page_copy import PAGE_BUCKETS, gather_pages, padded_ids, padded_pages, scatter_pages
 from penelope_jax.kernels.paged_attention import resolve_implementation
 from penelope_jax.kernels.q_tiles import decode_q_tile, prefill_q_tile, tiles_agree
 from penelope_jax.models.config import ModelConfig
@@ -280,6 +280,25 @@ class JaxExecutor:
             ValueError: an id is out of range or holds nothing.
         """
         return self.host_pages.read(host_ids)
+
+    def write_pages(self, page_ids: Sequence[int] | np.ndarray, pages: np.ndarray) -> None:
+        """Puts bytes [n, L, 2, K, page_size, H], of the pool's dtype, into pages of the pool.
+
+        Raises:
+            ValueError: an id is not a page of the pool, or the pages are of another shape or dtype.
+        """
+        ids = np.asarray(page_ids, np.int32).reshape(-1)
+        for page_id in ids.tolist():
+            pool_bytes.check_page(self.kv_pool, page_id)
+        check_pages(pages, len(ids), self.kv_pool.shape[1:], self.kv_pool.dtype)
+        self._check_pool()
+        for start in range(0, len(ids), PAGE_BUCKETS[-1]):
+            part = slice(start, start + PAGE_BUCKETS[-1])
+            self._put_pages(padded_ids(ids[part]), padded_pages(self.host_pages.to_device(pages[part])))
+
+    def write_host_pages(self, host_ids: Sequence[int] | np.ndarray, pages: np.ndarray) -> None:
+        """Puts bytes into host pages; see `HostPages.write`."""
+        self.host_pages.write(host_ids, pages)
 
     def flip_bit(self, page_id: int, *, layer: int = 0, token: int = 0) -> None:
         """Flips one bit of a page, the control of a comparison of bits; see `pool_bytes.flip_bit`."""

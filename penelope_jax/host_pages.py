@@ -23,7 +23,7 @@ class HostPages:
         num_pages: ids are in `[0, num_pages)`.
         page_shape: [L, 2, K, page_size, H].
         dtype: of the pages.
-        host, device: how a page lies in host memory and in device memory; only where there are host pages.
+        device: how a page lies in device memory. host: in host memory, where there are host pages.
 
     Args:
         page_shape: [L, 2, K, page_size, H].
@@ -41,6 +41,7 @@ class HostPages:
         self.num_pages = num_pages
         self.page_shape, self.dtype = page_shape, np.dtype(dtype)
         self._pages: dict[int, jax.Array] = {}
+        self.device = page_sharding(pool_sharding)
         if not num_pages:
             return
         device = next(iter(pool_sharding.addressable_devices))
@@ -51,7 +52,6 @@ class HostPages:
                 f"{', '.join(kinds)}."
             )
         self.host = page_sharding(pool_sharding, HOST_MEMORY)
-        self.device = page_sharding(pool_sharding, device.default_memory().kind)
 
     def __contains__(self, host_id: int) -> bool:
         return host_id in self._pages
@@ -112,6 +112,10 @@ class HostPages:
         for host_id, page in zip(ids, pages, strict=True):
             self._pages.pop(host_id, None)
             self._pages[host_id] = jax.device_put(np.array(page), self.host)
+
+    def to_device(self, pages: np.ndarray) -> list[jax.Array]:
+        """Copies pages [n, L, 2, K, page_size, H] into arrays of device memory, one for each."""
+        return jax.device_put([np.array(page) for page in pages], self.device)
 
     def flip_bit(self, host_id: int, *, layer: int = 0, token: int = 0) -> None:
         """Flips the highest bit of the mantissa of one stored K value: the control of a comparison of bits.

@@ -21,7 +21,7 @@ LAYERS = (
     ("kernels", "kernels.*"),
     ("chat_template", "tokenizer", "models", "models.*"),
     ("batch", "sampling", "sampling_slots", "forward", "host_pages", "transfer", "pool_bytes"),
-    ("executor",),
+    ("executor", "snapshot"),
     ("driver", "metrics", "text_stream"),
     ("experiments", "experiments.*"),
     ("cli",),
