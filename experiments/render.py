@@ -2,7 +2,11 @@
 
 One line a node, indented under the node it continues: its pages, their ids, `@` the stamp of the last touch that ended
 there, and who pins it. A page is its name where its K/V is on the device, `_` where it is missing, `_r1` where request
-r1 will fill it; on the host its name is followed by a small h. Nothing here changes anything.
+r1 will fill it. On the host its name is followed by a small h; by an arrow down while it is on its way there, by an
+arrow up while it is being loaded; by `+` and a small h where it is on the device and has a copy on the host.
+
+Ids are those of device pages; `h3` is host page 3, `h3>5` is being loaded to device page 5, `5+h3` has its copy in host
+page 3. Nothing here changes anything.
 """
 
 import dataclasses
@@ -10,11 +14,24 @@ from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 
+from penelope_jax.moves import Move, MoveKind
 from penelope_jax.pages import NO_PAGE, Tier
-from penelope_jax.radix_tree import NO_OWNER, TOKEN_BYTES, CacheState, Node, owners_of, path_nodes
+from penelope_jax.radix_tree import (
+    LEAVING,
+    NO_OWNER,
+    STILL,
+    TOKEN_BYTES,
+    CacheState,
+    Node,
+    moving_of,
+    owners_of,
+    path_nodes,
+)
 from penelope_jax.state import EngineState, Request
 
 HOST_MARK = "\N{LATIN SUBSCRIPT SMALL LETTER H}"
+DEMOTED_MARK = "\N{DOWNWARDS ARROW}"
+LOADED_MARK = "\N{UPWARDS ARROW}"
 
 
 def _token_list(tokens: np.ndarray) -> str:
@@ -48,14 +65,37 @@ def page_names(cache: CacheState, node: Node, names: Names) -> list[str]:
 def page_marks(cache: CacheState, node: Node, names: Names) -> list[str]:
     """Returns the mark of each page of a node: its name, or what is said of it when it is not on the device."""
     marks = []
-    for name, tier, owner in zip(page_names(cache, node, names), node.tiers.tolist(), owners_of(node).tolist()):
+    copies = _copies_of(node)
+    for page, (name, tier) in enumerate(zip(page_names(cache, node, names), node.tiers.tolist())):
         if tier == Tier.DEVICE:
-            marks.append(name)
+            marks.append(name if copies[page] == NO_PAGE else f"{name}+{HOST_MARK}")
         elif tier == Tier.HOST:
-            marks.append(name + HOST_MARK)
+            moving = moving_of(node)[page]
+            marks.append(name + (HOST_MARK if moving == STILL else DEMOTED_MARK if moving == LEAVING else LOADED_MARK))
         else:
+            owner = int(owners_of(node)[page])
             marks.append("_" if owner == NO_OWNER else f"_{names.request(owner)}")
     return marks
+
+
+def _copies_of(node: Node) -> list[int]:
+    return [NO_PAGE] * node.num_pages if node.copies is None else node.copies.tolist()
+
+
+def node_numbers(node: Node) -> str:
+    """Returns the ids of a node's pages in both tiers, `-` where there is none."""
+    if not node.num_host and node.copies is None:
+        return page_numbers(node.page_ids.tolist())
+    numbers = []
+    rows = zip(node.page_ids.tolist(), node.tiers.tolist(), moving_of(node).tolist(), _copies_of(node))
+    for page_id, tier, moving, copy in rows:
+        number = page_numbers([page_id])
+        if tier == Tier.HOST:
+            number = f"h{page_id}" + (f">{moving}" if moving >= 0 else "")
+        elif copy != NO_PAGE:
+            number += f"+h{copy}"
+        numbers.append(number)
+    return " ".join(numbers)
 
 
 def page_numbers(page_ids: Iterable[int]) -> str:
@@ -100,14 +140,14 @@ def _pin_names(cache: CacheState, names: Names) -> dict[int, list[str]]:
 
 
 def tree_lines(cache: CacheState, names: Names) -> list[str]:
-    """Returns the tree of every namespace, columns aligned, and a last line with free pages and the clock."""
+    """Returns the tree of every namespace, columns aligned, moves under way, and a line with free pages and the clock."""
     pins = _pin_names(cache, names)
     rows: list[tuple[str, str, str]] = []
 
     def visit(node: Node, depth: int) -> None:
         text = "  " * depth + " ".join(page_marks(cache, node, names))
         who = f"  pin {' '.join(pins[node.node_id])}" if node.node_id in pins else ""
-        rows.append((text, page_numbers(node.page_ids.tolist()), f"@{node.stamp}{who}"))
+        rows.append((text, node_numbers(node), f"@{node.stamp}{who}"))
         for child in _children(cache, node):
             visit(child, depth + 1)
 
@@ -121,7 +161,46 @@ def tree_lines(cache: CacheState, names: Names) -> list[str]:
             visit(child, bool(namespace))
     widths = [max((len(row[column]) for row in rows), default=0) for column in (0, 1)]
     lines = [f"{text:<{widths[0]}}   {ids:<{widths[1]}}   {rest}".rstrip() for text, ids, rest in rows]
-    return [*lines, f"free {cache.device.num_free} of {cache.device.num_pages}, clock {cache.clock}"]
+    lines.extend(
+        f"under way: {move_text(cache, cache.moves[move_id], names)}" for move_id in sorted(cache.moves.keys())
+    )
+    host = ""
+    if cache.host_capacity:
+        swap = cache.host.num_pages - cache.host_capacity
+        host = f", host {cache.host.num_free} of {cache.host_capacity}+{swap}"
+    return [*lines, f"free {cache.device.num_free} of {cache.device.num_pages}{host}, clock {cache.clock}"]
+
+
+def moved_pages(cache: CacheState, move: Move, names: Names) -> list[str]:
+    """Returns the names of the pages of a move under way, `?` where the tree has let go of one."""
+    pages = []
+    for host_id in move.host_ids.tolist():
+        node = cache.nodes.get(cache.moving[host_id])
+        if node is None:
+            pages.append("?")
+        else:
+            (page,) = np.flatnonzero((node.page_ids == host_id) & (node.tiers == Tier.HOST)).tolist()
+            pages.append(page_names(cache, node, names)[page])
+    return pages
+
+
+def move_text(cache: CacheState, move: Move, names: Names) -> str:
+    """Returns a move under way in words: its number, its pages, whom it is for, and from where to where it goes."""
+    device = page_numbers(move.device_ids.tolist())
+    host = " ".join(f"h{host_id}" for host_id in move.host_ids.tolist())
+    demotes = move.kind is MoveKind.DEMOTE
+    route = f"{device} to {host}" if demotes else f"{host} to {device}"
+    return f"move {move.move_id} {move_summary(cache, move, names)}, {route}"
+
+
+def move_summary(cache: CacheState, move: Move, names: Names) -> str:
+    """Returns what a move under way does: `demote A B`, `load C for r1 swapped 1`, `prefetch C for r2`."""
+    words = [move.kind.value if not move.prefetch else "prefetch", *moved_pages(cache, move, names)]
+    if move.request_id >= 0:
+        words.append(f"for {names.request(move.request_id)}")
+    if move.num_swapped:
+        words.append(f"swapped {move.num_swapped}")
+    return " ".join(words)
 
 
 def _request_line(state: EngineState, request: Request, names: Names) -> str:

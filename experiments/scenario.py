@@ -5,26 +5,33 @@ A script is lines of commands. Each is printed with what it did and the state af
 other word one token, and `|`, `[`, `]` mean nothing. `#` starts a comment. Examples are in `tests/golden/`.
 
     cache [pages=16 page_size=4 policy=penelope scheduler=lpm step_tokens= ...]     a new engine; the first command
+          [host=PAGES swap=1 prefetch=0 moving=PAGES load_units=UNITS moves=auto|manual]     with a host tier
 
     insert HISTORY [from=POSITION] [salt=]      match HISTORY [salt=]      touch HISTORY [salt=]
     pin NAME HISTORY [salt=]                    unpin NAME                 evict NUMBER [policy=]
     take NAME NUMBER                            free NAME ...              save NAME, restore NAME
+    load HISTORY [most=] [salt=]                demote NUMBER [policy=]
 
     submit NAME HISTORY [max_tokens=1|most] [stop=TOKEN,...] [outputs=TOKEN,...] [salt=] [logprobs_from=]
     plan        plans a step and starts it      done        the oldest step in flight comes back
     step        plan, then done for all         run         steps until no request is left
     abort NAME                                  flush
+    moved [NUMBER ...]      moves arrive, all of them when no number is given; with moves=auto they do before each plan
+    fails [NUMBER ...]      moves end, and nothing has moved
     time SECONDS    what comes from now on comes then: the engine learns the time from what comes
 
     repeat NUMBER COMMAND ...       the command that many times, `{n}` in it being 1, 2, ...
 
     expect free|resident|evictable|nodes|pins NUMBER            expect tree HISTORY, ... [salt=]
     expect order HISTORY, ...   (evictable, oldest first)       expect running|waiting NAME ...
-    expect hits NAME 8 hit, 4 refilled, 1 new                   expect row NAME PAGE_ID ...
+    expect hits NAME 8 hit, 4 host hit, 4 refilled, 1 new       expect row NAME PAGE_ID ...
     expect count evicted_pages NUMBER   (or another of the engine's counters)
+    expect host_free|on_host|copies NUMBER                      expect device_order HISTORY, ...   (next to be demoted)
+    expect under_way NUMBER ...   (of moves)
     and of the last command: expect unchanged | hit NUMBER | matched 0-4 device, 4-8 missing, ... | adopted NUMBER |
     returned NUMBER | evicted PAGE ... | short NUMBER | plan r1 phantom 4-12, r1 real 16-17 sample, ... |
-    retracted NAME ... | updates r1 sampled x at 9, r1 finished by length, ... | refusal TEXT | error TEXT
+    moves demote A B, load C for r1 swapped 1, prefetch D for r2, ... | retracted NAME ... |
+    updates r1 sampled x at 9, r1 finished by length, ... | refusal TEXT | error TEXT
 
 `nothing` stands for an empty list. An expectation that does not hold ends the script, as does an error that no `expect
 error` follows, and a broken invariant, which is looked for after every command.

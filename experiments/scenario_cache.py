@@ -5,7 +5,7 @@ import dataclasses
 
 import numpy as np
 
-from penelope_jax import eviction, histories, pages, radix_tree
+from penelope_jax import demotion, eviction, histories, pages, radix_tree, tiers
 from penelope_jax.config import policy_named
 from penelope_jax.errors import InputError, bad_input
 from penelope_jax.experiments.kv_model import history_hashes
@@ -13,6 +13,7 @@ from penelope_jax.experiments.render import page_numbers
 from penelope_jax.experiments.scenario_language import Line, one_word, whole
 from penelope_jax.experiments.scenario_world import Command, World
 from penelope_jax.radix_tree import CacheState, Match
+from penelope_jax.tiers import Load
 
 
 def _set_cache(world: World, cache: CacheState) -> None:
@@ -94,6 +95,33 @@ def evict(world: World, line: Line) -> list[str]:
     return [world.note_evicted(before, done.spans) + (f", {done.num_short} short" if done.num_short else "")]
 
 
+def demote(world: World, line: Line) -> list[str]:
+    """`demote NUMBER`: that many pages leave the device for the host, by the policy of the cache or another one."""
+    with bad_input(line.place):
+        policy = policy_named(line.options.get("policy", world.config.policy.name))
+    number = whole(line.text, f"{line.place}: pages")
+    cache, done = demotion.demote(world.state.cache, number, policy)
+    cache, moves, _ = tiers.start(cache, dict(zip(done.host_ids.tolist(), done.device_ids.tolist())), ())
+    _set_cache(world, cache)
+    world.outcome.short = number - len(done.host_ids)
+    said = world.start_moves(moves)
+    return [*said, f"{world.outcome.short} short"] if world.outcome.short else said
+
+
+def load(world: World, line: Line) -> list[str]:
+    """`load HISTORY`: host pages of what matches begin to return to free device pages, `most` of them at most."""
+    found = _match(world, line, line.text)
+    before = world.state.cache
+    number = tiers.loadable(before, found.node_ids, found.stop)
+    number = min(number, line.number("most", number))
+    if not number:
+        return ["nothing to load"]
+    cache, host_ids, device_ids = tiers.load(before, found.node_ids, found.stop, number)
+    cache, moves, _ = tiers.start(cache, {}, (Load(-1, False, 0, host_ids, device_ids),))
+    _set_cache(world, cache)
+    return world.start_moves(moves)
+
+
 def take(world: World, line: Line) -> list[str]:
     """`take NAME NUMBER`: takes free pages, as a caller outside the tree."""
     name, _, number = line.text.partition(" ")
@@ -144,6 +172,8 @@ COMMANDS: dict[str, tuple[Command, tuple[str, ...]]] = {
     "pin": (pin, ("salt",)),
     "unpin": (unpin, ()),
     "evict": (evict, ("policy",)),
+    "demote": (demote, ("policy",)),
+    "load": (load, ("most", "salt")),
     "take": (take, ()),
     "free": (free, ()),
     "save": (save, ()),

@@ -1,4 +1,4 @@
-"""Commands of a scenario that go through the engine: requests, plans and steps."""
+"""Commands of a scenario that go through the engine: requests, plans, steps and moves."""
 
 import dataclasses
 
@@ -11,6 +11,7 @@ from penelope_jax.events import (
     Event,
     Finished,
     Flush,
+    MoveDone,
     Refused,
     RequestMetrics,
     Sampled,
@@ -100,8 +101,36 @@ def run(world: World, line: Line) -> list[str]:
         started = world.state.next_step
         said.extend(step(world, line))
         world.check()
-        assert world.state.next_step > started or world.state.idle, "requests are left, but none can go on"
+        moving = world.moves == "auto" and bool(world.kv.moves)
+        assert world.state.next_step > started or world.state.idle or moving, "requests are left, but none can go on"
     raise AssertionError(f"requests are left after {_MAX_STEPS} steps")
+
+
+def moved(world: World, line: Line) -> list[str]:
+    """`moved [NUMBER ...]`: moves between the tiers arrive; without numbers, all that are under way."""
+    return _end_moves(world, _move_ids(world, line), fail=False)
+
+
+def fails(world: World, line: Line) -> list[str]:
+    """`fails [NUMBER ...]`: moves end and nothing has moved; without numbers, all that are under way."""
+    return _end_moves(world, _move_ids(world, line), fail=True)
+
+
+def _move_ids(world: World, line: Line) -> tuple[int, ...]:
+    given = [whole(word, f"{line.place}: {line.command}") for word in line.text.split()]
+    return tuple(given or sorted(world.kv.moves))
+
+
+def _end_moves(world: World, move_ids: tuple[int, ...], *, fail: bool) -> list[str]:
+    """Tells the engine that moves ended, and only then lets them end in the pools."""
+    before = world.state.counters.lost_pages
+    ended, failed = ((), move_ids) if fail else (move_ids, ())
+    said = _apply(world, MoveDone(done=ended, failed=failed, time_s=world.time_s))
+    for move_id in move_ids:
+        world.kv.end_move(move_id, fails=fail)
+    lost = world.state.counters.lost_pages - before
+    numbers = " ".join(map(str, move_ids)) or "nothing"
+    return [f"{'failed' if fail else 'moved'} {numbers}" + (f", {lost} pages lost" if fail else ""), *said]
 
 
 def time(world: World, line: Line) -> list[str]:
@@ -155,16 +184,20 @@ def update_text(world: World, update: Update) -> str:
 
 def hits_text(metrics: RequestMetrics) -> str:
     """Returns where the tokens of a prompt come from."""
-    return f"{metrics.device_hit} hit, {metrics.refilled} refilled, {metrics.new} new"
+    host = f", {metrics.host_hit} host hit" if metrics.host_hit else ""
+    return f"{metrics.device_hit} hit{host}, {metrics.refilled} refilled, {metrics.new} new"
 
 
 def _plan(world: World) -> list[str]:
+    arrived = []
+    if world.moves == "auto" and world.kv.moves and len(world.pending) < 2:
+        arrived = _end_moves(world, tuple(sorted(world.kv.moves)), fail=False)
     before = world.state
     after, step_plan = engine.plan(before)
     world.move_on(after)
     world.outcome.plans.append(step_plan)
     admitted = {request.request_id for request in (*before.running, *before.waiting) if request.metrics is not None}
-    said = []
+    said = arrived
     for request in (*after.running, *after.waiting):
         if request.metrics is not None:
             world.note_metrics(request.request_id, request.metrics)
@@ -175,8 +208,10 @@ def _plan(world: World) -> list[str]:
         return [*said, "nothing to run"]
     if step_plan.evicted:
         said.append(world.note_evicted(before.cache, step_plan.evicted))
-    said.append(f"step {step_plan.step}: {', '.join(segment_texts(world, step_plan))}")
-    _start(world, step_plan)
+    said.extend(world.start_moves(step_plan.moves))
+    if step_plan.segments:
+        said.append(f"step {step_plan.step}: {', '.join(segment_texts(world, step_plan))}")
+        _start(world, step_plan)
     return said
 
 
@@ -225,6 +260,8 @@ COMMANDS: dict[str, tuple[Command, tuple[str, ...]]] = {
     "submit": (submit, _SUBMIT_OPTIONS),
     "abort": (abort, ()),
     "flush": (flush, ()),
+    "moved": (moved, ()),
+    "fails": (fails, ()),
     "time": (time, ()),
     "plan": (plan, ()),
     "done": (done, ()),

@@ -11,6 +11,7 @@ from penelope_jax.experiments.scenario_cache import span_texts
 from penelope_jax.experiments.scenario_engine import hits_text, segment_texts, update_text
 from penelope_jax.experiments.scenario_language import Line, parts, plain, whole
 from penelope_jax.experiments.scenario_world import World
+from penelope_jax.leaf_order import LeafOrder
 from penelope_jax.pages import Tier
 
 NOTHING = "nothing"
@@ -70,9 +71,13 @@ def _evictable(world: World) -> int:
     return eviction.evict(cache, cache.num_resident, world.config.policy)[1].num_pages
 
 
-def _order(world: World, line: Line) -> list[str]:
+def _order(world: World, order: LeafOrder) -> list[str]:
     cache, names = world.state.cache, world.names
-    return [render.history(cache, node_id, names) for _, node_id in leaf_order.in_order(cache.leaves)]
+    return [render.history(cache, node_id, names) for _, node_id in leaf_order.in_order(order)]
+
+
+def _under_way(world: World) -> list[str]:
+    return [str(move_id) for move_id in sorted(world.state.cache.moves.keys())]
 
 
 def _tree(world: World, line: Line) -> list[str]:
@@ -98,7 +103,7 @@ def _hits(world: World, line: Line, what: str, text: str) -> None:
 
 def _count(world: World, line: Line, what: str, text: str) -> None:
     name, _, expected = text.partition(" ")
-    counters = dataclasses.asdict(world.state.counters)
+    counters = dataclasses.asdict(world.state.counters) | {"moved_pages": world.state.counters.moved_pages}
     if name not in counters:
         raise InputError(f"{line.place}: unknown counter {name!r}; known: {', '.join(counters)}.")
     _same(f"{what} {name}", str(whole(expected, f"{line.place}: {name}")), str(counters[name]))
@@ -129,7 +134,12 @@ EXPECTATIONS: dict[str, Callable[[World, Line, str, str], None]] = {
     "nodes": _number(lambda world: len(world.state.cache.nodes) - len(world.state.cache.roots)),
     "pins": _number(lambda world: len(world.state.cache.pins)),
     "tree": _listed(_tree, ordered=False),
-    "order": _listed(_order),
+    "order": _listed(lambda world, line: _order(world, world.state.cache.leaves)),
+    "host_free": _number(lambda world: world.state.cache.host.num_free),
+    "on_host": _number(lambda world: world.state.cache.num_host),
+    "copies": _number(lambda world: world.state.cache.num_copies),
+    "device_order": _listed(lambda world, line: _order(world, world.state.cache.device_leaves)),
+    "under_way": _words(_under_way),
     "running": _words(lambda world: [world.requests[request.request_id] for request in world.state.running]),
     "waiting": _words(lambda world: [world.requests[request.request_id] for request in world.state.waiting]),
     "hits": _hits,
@@ -144,6 +154,7 @@ EXPECTATIONS: dict[str, Callable[[World, Line, str, str], None]] = {
     "evicted": _words(lambda world: world.outcome.evicted),
     "short": _number(lambda world: world.outcome.short),
     "plan": _listed(_plan),
+    "moves": _listed(lambda world, line: world.outcome.moves),
     "retracted": _words(lambda world: world.outcome.retracted),
     "updates": _listed(lambda world, line: [update_text(world, update) for update in world.outcome.updates]),
     "refusal": _contains(_refusal),

@@ -1,6 +1,7 @@
 """The world of a scenario: one engine, what the scenario calls its parts, and what must hold after every command.
 
-A stand-in for the K/V arrays follows every step, so a row that reads a page it should not fails where it happens.
+A stand-in for the K/V arrays of both tiers follows every step and every move, so a row that reads a page it should not
+fails where it happens.
 """
 
 import collections
@@ -17,7 +18,9 @@ from penelope_jax.experiments import render
 from penelope_jax.experiments.kv_model import KVModel, history_hashes
 from penelope_jax.experiments.scenario_language import Line, Vocabulary
 from penelope_jax.invariants import check_cache
-from penelope_jax.radix_tree import CacheState, Match, Pin
+from penelope_jax.moves import Move
+from penelope_jax.pages import NO_PAGE, Tier
+from penelope_jax.radix_tree import CacheState, Match, Node, Pin
 from penelope_jax.segments import EvictedSpan, StepDone, StepPlan
 from penelope_jax.state import EngineState, make_state, private_page_ids
 
@@ -27,6 +30,15 @@ _CONFIG_NUMBERS = {
     "step_segments": "max_step_segments",
     "reserve": "output_reserve",
 }
+_HOST_PAGES = {  # option -> field in tokens, and pages when it is not given
+    "host": ("host_tokens", 0),
+    "swap": ("swap_tokens", 1),
+    "prefetch": ("prefetch_tokens", 0),
+    "moving": ("max_moving_tokens", 0),
+}
+_MOVES = ("auto", "manual")
+_OPTIONS = {"pages", "page_size", "policy", "scheduler", "step_tokens", "max_wait", "insert_unit", *_CONFIG_NUMBERS}
+_HOST_OPTIONS = {*_HOST_PAGES, "load_units", "moves"}
 _SHOWN = 8  # lines at either end of a long list of requests
 
 
@@ -40,6 +52,7 @@ class Outcome:
     evicted: list[str] = dataclasses.field(default_factory=list)
     short: int = 0
     plans: list[StepPlan | None] = dataclasses.field(default_factory=list)
+    moves: list[str] = dataclasses.field(default_factory=list)
     retracted: list[str] = dataclasses.field(default_factory=list)
     updates: list[Update] = dataclasses.field(default_factory=list)
     error: str = ""
@@ -54,12 +67,17 @@ class World:
     """
 
     def __init__(self, line: Line):
-        line.only(
-            {"pages", "page_size", "policy", "scheduler", "step_tokens", "max_wait", "insert_unit", *_CONFIG_NUMBERS}
-        )
+        line.only(_OPTIONS | _HOST_OPTIONS)
+        for option in sorted(_HOST_OPTIONS.intersection(line.options)):
+            if "host" not in line.options:
+                raise InputError(f"{line.place}: {option} needs a host tier: host=PAGES.")
+        self.moves = line.options.get("moves", "auto")
+        if self.moves not in _MOVES:
+            raise InputError(f"{line.place}: moves must be one of {', '.join(_MOVES)}, got {self.moves!r}.")
         page_size = line.number("page_size", 4)
         num_pages = line.number("pages", 16)
         limits = {name: line.number(option, 0) for option, name in _CONFIG_NUMBERS.items() if option in line.options}
+        sizes = {name: line.number(option, given) * page_size for option, (name, given) in _HOST_PAGES.items()}
         with bad_input(line.place):
             policy = policy_named(line.options.get("policy", "penelope"))
             if "insert_unit" in line.options:
@@ -71,6 +89,8 @@ class World:
                 scheduler=line.options.get("scheduler", "lpm"),
                 max_step_tokens=line.number("step_tokens", 64 * page_size),
                 max_wait_s=line.number("max_wait", 60),
+                load_units=line.number("load_units", 0),
+                **sizes,
                 **limits,  # type: ignore[arg-type]
             )
         self.state: EngineState = make_state(self.config)
@@ -167,12 +187,14 @@ class World:
         in_hands = np.concatenate([np.empty(0, np.int32), *self.hands.values()])
         check_cache(cache, np.concatenate([private_page_ids(self.state), in_hands]))
         self.kv.forget(cache.device.free_ids())
+        self.kv.forget(cache.host.free_ids(), Tier.HOST)
+        assert set(self.kv.moves) == set(cache.moves), "the moves under way are not those that were started"
         for request in running:
             tree = request.page_table[: request.path_stop // self.config.page_size]
             path = radix_tree.path_page_ids(cache, request.pin.node_id)
             name = self.requests[request.request_id]
             assert len(path) == len(tree), f"{name}'s pin ends elsewhere than its path"
-            assert ((tree == path) | (tree == pages.NO_PAGE)).all(), f"{name}'s row is stale: {tree} but {path}"
+            assert ((tree == path) | (tree == NO_PAGE)).all(), f"{name}'s row is stale: {tree} but {path}"
         out = {receipt.pin_id for receipt in self.pins.values() if receipt.pin_id in cache.pins}
         assert len(cache.pins) == len(out) + len(running), f"{len(cache.pins)} pins are out, {len(out)} of them given"
         for namespace in cache.roots:
@@ -181,10 +203,19 @@ class World:
                 tokens = np.frombuffer(b"".join(node.tokens for node in path), np.int32)
                 hashes = history_hashes(tokens.tolist(), namespace)
                 for node in path:
-                    for index in np.flatnonzero(node.page_ids != pages.NO_PAGE).tolist():
-                        start = node.start + index * self.config.page_size
-                        row = [-1] * (start // self.config.page_size) + [int(node.page_ids[index])]
-                        self.kv.check(row, start, start + self.config.page_size, hashes, "the tree")
+                    self._check_node(node, hashes)
+
+    def _check_node(self, node: Node, hashes: list[int]) -> None:
+        """Raises AssertionError unless the pages of a node hold the K/V of a history, and their copies do."""
+        size = self.config.page_size
+        copies = [NO_PAGE] * node.num_pages if node.copies is None else node.copies.tolist()
+        for page, (page_id, tier, copy) in enumerate(zip(node.page_ids.tolist(), node.tiers.tolist(), copies)):
+            start = node.start + page * size
+            if tier == Tier.DEVICE:
+                self.kv.check([-1] * (start // size) + [page_id], start, start + size, hashes, "the tree")
+            for host_id in (page_id if tier == Tier.HOST else NO_PAGE, copy):
+                if host_id != NO_PAGE:
+                    self.kv.check_host(host_id, start, hashes)
 
     def check_past(self) -> None:
         """Raises AssertionError when a state of the past reads differently now."""
@@ -198,6 +229,13 @@ class World:
         if name not in self.requests:
             raise InputError(f"{place}: there is no request called {name!r}.")
         return self.requests.index(name)
+
+    def start_moves(self, moves: tuple[Move, ...]) -> list[str]:
+        """Begins moves that the state has under way, notes them, and returns what they are."""
+        for move in moves:
+            self.kv.start_move(move)
+            self.outcome.moves.append(render.move_summary(self.state.cache, move, self.names))
+        return [render.move_text(self.state.cache, move, self.names) for move in moves]
 
     def note_evicted(self, before: CacheState, spans: tuple[EvictedSpan, ...]) -> str:
         """Notes what was evicted, by name where its node was there before or still is, and says so."""

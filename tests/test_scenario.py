@@ -69,9 +69,21 @@ def test_no_expected_text_without_a_scenario():
         ),
         ("cache scheduler=x", "f:1: unknown scheduler 'x'; known: lpm, lpm-cost, fcfs."),
         ("cache insert_unit=x", "f:1: 'x' is not a valid InsertUnit"),
+        ("cache swap=2", "f:1: swap needs a host tier: host=PAGES."),
+        ("cache moves=manual load_units=3", "f:1: load_units needs a host tier: host=PAGES."),
+        ("cache host=2 moves=now", "f:1: moves must be one of auto, manual, got 'now'."),
+        (
+            "cache host=2 swap=0",
+            "f:1: swap_tokens=0 must be a multiple of page_size=4, and at least 1, with a host tier.",
+        ),
+        ("cache host=two", "f:1: host must be a whole number of at least 0, got 'two'."),
+        ("cache host=2\ndemote x", "f:2: pages must be a whole number of at least 0, got 'x'."),
+        ("cache host=2\ndemote 1 most=2", "f:2: unknown option 'most' of demote; known: policy."),
+        ("cache host=2\nload A pages=2", "f:2: unknown option 'pages' of load; known: most, salt."),
+        ("cache host=2\nmoved first", "f:2: moved must be a whole number of at least 0, got 'first'."),
         (
             "cache tokens=4",
-            "f:1: unknown option 'tokens' of cache; known: context, insert_unit, max_wait, page_size, pages, ",
+            "f:1: unknown option 'tokens' of cache; known: context, host, insert_unit, load_units, ",
         ),
         (
             "cache\n\nremove A",
