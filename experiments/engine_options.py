@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import tqdm
 
@@ -27,12 +27,20 @@ from penelope_jax.experiments.traces import ReadOptions, Trace, read_traces
 
 if TYPE_CHECKING:
     from penelope_jax.executor import JaxExecutor
+    from penelope_jax.models.config import ModelConfig
     from penelope_jax.models.registry import LoadedModel
 
 PRESSURE = 0.45  # default device pool, as a share of what the live sessions need in the end
 HEADROOM = 1.5  # and at least this many times the longest request
 MOST_SESSIONS = 4096  # live at once; each takes rows of every compiled step
 MAX_STEP_TOKENS = 8192  # SGLang's prefill chunk, which sets the node size of its tree
+
+
+class ModelShape(Protocol):
+    """What a configuration needs of a model, loaded or not."""
+
+    @property
+    def config(self) -> "ModelConfig": ...
 
 
 def read_options(args: argparse.Namespace, max_context: int | None) -> ReadOptions:
@@ -182,7 +190,7 @@ def working_set(sessions: Sequence[Session], num_live: int) -> tuple[int, int]:
 
 
 def engine_config(
-    args: argparse.Namespace, model: "LoadedModel", sessions: Sequence[Session], policy: Policy, max_context: int
+    args: argparse.Namespace, model: ModelShape, sessions: Sequence[Session], policy: Policy, max_context: int
 ) -> EngineConfig:
     """Returns the configuration for replaying `sessions`; checks that every request fits the pool.
 

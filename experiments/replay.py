@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import tqdm
@@ -22,6 +22,7 @@ from penelope_jax.event_log import EventLogWriter
 from penelope_jax.experiments import engine_flags, engine_options
 from penelope_jax.experiments.closed_loop import Call, ClosedLoop, RealClock, play
 from penelope_jax.experiments.sessions import Session
+from penelope_jax.experiments.text_table import text_table
 from penelope_jax.metrics import Recorder, RequestRecord, summarize, write_json, write_records
 from penelope_jax.state import EngineCounters
 
@@ -65,8 +66,14 @@ class Fingerprint:
         return total.hexdigest()
 
 
+class Stoppable(Protocol):
+    """A clock whose wait can be ended."""
+
+    def stop(self) -> None: ...
+
+
 @contextlib.contextmanager
-def stop_on_interrupt(clock: RealClock) -> Iterator[threading.Event]:
+def stop_on_interrupt(clock: Stoppable) -> Iterator[threading.Event]:
     """Yields an event that the first Ctrl-C sets, ending a wait of `clock`; the second raises KeyboardInterrupt."""
     stopped = threading.Event()
     if threading.current_thread() is not threading.main_thread():
@@ -141,6 +148,8 @@ def summary(
         replay.records,
         last_turns={session.session_id: session.last_turn for session in sessions},
         evicted_pages=replay.counters.evicted_pages,
+        moved_pages=getattr(replay.counters, "moved_pages", 0),
+        swapped_loads=getattr(replay.counters, "swapped_loads", 0),
         config=config,
         run={
             **run,
@@ -181,12 +190,7 @@ def table(documents: Sequence[dict[str, Any]]) -> str:
         rows.append([text(document) for _, _, text in _COLUMNS])
         if document["run"]["partial"]:
             rows[-1][0] += " (partial)"
-    widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
-    aligned = [
-        "  ".join(f"{cell:{align}{width}}" for cell, (_, align, _), width in zip(row, _COLUMNS, widths, strict=True))
-        for row in rows
-    ]
-    return "\n".join(line.rstrip() for line in aligned)
+    return text_table(rows, [align for _, align, _ in _COLUMNS])
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

@@ -15,6 +15,7 @@ from penelope_jax.experiments import command
 
 COMMANDS: tuple[tuple[str, str], ...] = (
     ("replay", "replay agent sessions on the real engine, in real time, under one policy or several"),
+    ("simulate", "play agent sessions on a device that is a cost model, under one policy or several"),
     ("verify", "compare a small cache with one that never evicts, bit by bit"),
     ("scenario", "run a script that drives the cache, and print the tree after each step"),
     ("synthesize", "draw agent sessions and write them as a trace"),
