@@ -6,6 +6,7 @@ Parts:
     hopper-kernels  paged attention for H100: registers, spills, shared memory, wgmma and TMA in the machine code
     hopper-copies   writes of K/V and page copies for H100 and H200: in place
     hopper-steps    the whole step of Qwen3-8B, -32B and -235B-A22B on H100 and H200: bytes of a device, in place
+    tpu-kernels     paged attention for TPU v5e, v5p, v6e and 7x: vector and scalar memory, instructions, spills
     tpu-copies      as hopper-copies, for TPUs
     tpu-steps       as hopper-steps, for TPUs
 
@@ -25,7 +26,7 @@ from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from typing import Any
 
-from penelope_jax.experiments import aot_cuda, aot_hopper, aot_slices
+from penelope_jax.experiments import aot_cuda, aot_hopper, aot_slices, aot_tpu_kernels
 from penelope_jax.experiments.command import start_module
 from penelope_jax.metrics import write_json
 
@@ -49,6 +50,7 @@ PARTS = {
     "hopper-kernels": Part(aot_hopper.compile_kernels, aot_hopper.HEADER, aot_hopper.print_kernels),
     "hopper-copies": Part(aot_slices.compile_gpu_copies, aot_slices.HEADER, aot_slices.print_program),
     "hopper-steps": Part(aot_slices.compile_gpu_steps, aot_slices.HEADER, aot_slices.print_program),
+    "tpu-kernels": Part(aot_tpu_kernels.compile_kernels, aot_tpu_kernels.HEADER, aot_tpu_kernels.print_kernels),
     "tpu-copies": Part(aot_slices.compile_tpu_copies, aot_slices.HEADER, aot_slices.print_program),
     "tpu-steps": Part(aot_slices.compile_tpu_steps, aot_slices.HEADER, aot_slices.print_program),
 }

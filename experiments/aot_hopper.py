@@ -1,49 +1,15 @@
 """Paged attention compiled for H100: registers, spills, shared memory, wgmma and TMA in the machine code."""
 
-import dataclasses
-import functools
 from collections.abc import Iterator
 
-import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from penelope_jax.experiments import aot_cuda
+from penelope_jax.experiments.aot_attention import Attention
 from penelope_jax.experiments.aot_programs import shard_bytes
-from penelope_jax.kernels.paged_attention import ragged_paged_attention
 
 MOST_REGISTERS = 232  # of a thread, where three warpgroups share the 65,536 of a multiprocessor
 _LAUNCH_REGISTERS = 65_536
-
-
-@dataclasses.dataclass(frozen=True)
-class Attention:
-    """Sizes of one call of attention.
-
-    Attributes:
-        name: what it stands for.
-        num_heads: query heads.
-        num_kv_heads: kv heads.
-        head_dim: of both.
-        q_tile: rows of a tile.
-        page_size: tokens.
-        dtype: of queries and pages.
-        deterministic: as in `ragged_paged_attention`.
-        num_rows: of the batch.
-        num_tiles: of the batch.
-        max_context: tokens of the page table's width.
-    """
-
-    name: str
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    q_tile: int
-    page_size: int = 64
-    dtype: str = "bfloat16"
-    deterministic: bool = False
-    num_rows: int = 2048
-    num_tiles: int = 96
-    max_context: int = 131_072
 
 
 # Heads of Qwen3-8B and -32B are 32/8 and 64/8 of 128, of -235B-A22B 64/4 of 128; split over 4 chips the latter has 16/1.
@@ -63,8 +29,6 @@ ATTENTIONS = (
     Attention("decode 16/1 x 128", 16, 1, 128, 1, num_rows=64, num_tiles=64),
     Attention("decode 32/8 x 128, not split", 32, 8, 128, 2, deterministic=True, num_rows=64, num_tiles=64),
 )
-_NUM_PAGES, _NUM_LAYERS, _NUM_SEGMENTS = 1024, 36, 64
-
 
 HEADER = f"{'program':34s} {'kernel':24s} registers  spills  shared B  wgmma  TMA load/store  exp beside  temp MiB"
 
@@ -74,25 +38,8 @@ def compile_kernels() -> Iterator[tuple[aot_cuda.ProgramReport, list[str]]]:
     mesh = aot_cuda.absent_mesh("h100", (1,), ("device",))
     sharding = NamedSharding(mesh, PartitionSpec())
     for sizes in ATTENTIONS:
-        pool_shape = (_NUM_PAGES, _NUM_LAYERS, 2, sizes.num_kv_heads, sizes.page_size, sizes.head_dim)
-        arguments = [
-            jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-            for shape, dtype in (
-                ((sizes.num_rows, sizes.num_heads, sizes.head_dim), sizes.dtype),
-                (pool_shape, sizes.dtype),
-                ((), "int32"),
-                ((sizes.num_tiles, 4), "int32"),
-                ((_NUM_SEGMENTS, sizes.max_context // sizes.page_size), "int32"),
-            )
-        ]
-        attend = functools.partial(
-            ragged_paged_attention,
-            q_tile=sizes.q_tile,
-            scale=sizes.head_dim**-0.5,
-            implementation="gpu",
-            deterministic=sizes.deterministic,
-        )
-        report = aot_cuda.compile_program(sizes.name, attend, arguments, mesh)
+        arguments = sizes.arguments(sharding)
+        report = aot_cuda.compile_program(sizes.name, sizes.function("gpu"), arguments, mesh)
         missed = kernels_missed(report)
         if report.temporary_bytes >= shard_bytes(arguments[1]):
             missed.append("temporary memory as large as the pool: it is copied")

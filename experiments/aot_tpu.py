@@ -172,7 +172,7 @@ def _kernel_calls(program: str) -> list[tuple[str, str]]:
 
 def _read_kernel(call: tuple[str, str], dumps: dict[str, str]) -> KernelReport:
     name, text = call
-    limit = re.search(r'"scoped_memory_configs":\[\{"memory_space":"1","offset":"0","size":"(\d+)"', text)
+    limit = re.search(r'"scoped_memory_configs":\[\{"memory_space":"1","offset":"\d+","size":"(\d+)"', text)
     used: dict[str, int] = {}
     for file, dump in dumps.items():
         if re.fullmatch(re.escape(name) + r"-\d+-post-ra\.txt", file):
