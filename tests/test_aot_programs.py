@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from penelope_jax.experiments import aot_copies
+from penelope_jax.experiments import aot_copies, aot_cuda
 from penelope_jax.experiments.aot_models import Deployment, step_program
 from penelope_jax.experiments.aot_programs import Program, large_copies, memory_missed, shard_bytes, total_bytes
 from penelope_jax.models.layers import device_mesh
@@ -106,3 +106,26 @@ def test_bytes_of_a_device():
     assert shard_bytes(array) == 128
     report = types.SimpleNamespace(argument_bytes=100, output_bytes=50, aliased_bytes=40, temporary_bytes=7)
     assert total_bytes(report) == 117
+
+
+def test_kernels_are_told_apart_by_their_threads(tmp_path, monkeypatch):
+    """The two texts of a kernel are numbered in different orders where kernels have one name."""
+    for stem, threads in (("attend_0", 384), ("attend_1", 256), ("combine_2", 128)):
+        launch = f"gpu.launch async [%3] blocks(%a) in (%b = %c9) threads(%c, %d) in (%e = %c{threads}, %f = %c1)"
+        (tmp_path / f"{stem}.before_layout_inference.txt").write_text(f"{stem} {launch}\n")
+    for stem, threads in (("attend_0", 256), ("attend_2", 384), ("combine_1", 128)):
+        (tmp_path / f"{stem}.ptx").write_text(f".entry k(\n)\n.maxntid {threads}, 1, 1\n")
+    monkeypatch.setattr(aot_cuda, "_known_kernels", {})
+    monkeypatch.setattr(aot_cuda, "_read_kernel", lambda name, path, launch: (name, path.name))
+    read = aot_cuda._read_kernels(tmp_path)
+    assert read == (("attend", "attend_2.ptx"), ("attend", "attend_0.ptx"), ("combine", "combine_1.ptx"))
+    for path in tmp_path.glob("*.ptx"):
+        path.unlink()
+    assert aot_cuda._read_kernels(tmp_path) == read  # known, so not compiled again
+
+    (tmp_path / "attend_7.ptx").write_text(".maxntid 384, 1, 1")
+    with pytest.raises(RuntimeError, match="attend_7 belongs to no kernel"):
+        aot_cuda._read_kernels(tmp_path)
+    monkeypatch.setattr(aot_cuda, "_known_kernels", {})
+    with pytest.raises(RuntimeError, match="0 kernels of 256 threads are called attend; expected 1"):
+        aot_cuda._read_kernels(tmp_path)
