@@ -10,7 +10,7 @@ A run of m steps is counted only if
 - every running request had a decode row in the last step, so that it has one in the next, and nothing else is to run;
 - if requests wait, the last step was planned by the engine and changed nothing in the cache but stamps (and pins given
   back) of waiting histories; so the next plan, which sees the same, does the same;
-- no request takes a page, or reaches its last token, within the m steps;
+- no request takes a page, or reaches its last token, within the m steps, and if requests wait in the one behind them;
 - no new request arrives, no move ends and no waiting request becomes overdue (`lpm-cost`) before the step behind them,
   which the engine plans and which stamps what each of them would have stamped.
 """
@@ -78,7 +78,8 @@ class RunningDriver(Driver):
             return []
         if state.waiting and (self._before is None or not _steady(self._before, state)):
             return []
-        most = min(_steps_left(request, state.config.page_size) for request in state.running)
+        # Where requests wait, the step behind the run must stamp them before anything else happens.
+        most = min(_steps_left(request, state.config.page_size) for request in state.running) - bool(state.waiting)
         if most < _LEAST_STEPS:
             return []
         num_steps = self._run_clock(most, self._until_s())

@@ -120,6 +120,9 @@ def make_setting(args: argparse.Namespace) -> Setting:
         scaled.load_units = "0" if args.load_units == "auto" else args.load_units
         engine_options.check_flags(scaled)
         scaled.max_context = MAX_CONTEXT if args.max_context is None else args.max_context
+        if args.max_step_tokens is None:
+            most = min(engine_options.MAX_STEP_TOKENS, scaled.max_context)
+            scaled.max_step_tokens = engine_options.whole_pages(most, args.page_size)
         for name in _SCALED_FLAGS:
             value = getattr(scaled, name)
             if value is not None:
