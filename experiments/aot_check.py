@@ -1,6 +1,6 @@
 """Compiles for accelerators that are not there and checks what the compilers say.
 
-    python -m penelope_jax.experiments.aot_check [--part NAME ...] [--json FILE]
+    python -m penelope_jax.experiments.aot_check [--part NAME ...] [--device NAME ...] [--json FILE]
 
 Parts:
     hopper-kernels  paged attention for H100: registers, spills, shared memory, wgmma and TMA in the machine code
@@ -22,11 +22,12 @@ import dataclasses
 import importlib.metadata
 import platform
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from datetime import UTC, datetime
 from typing import Any
 
 from penelope_jax.experiments import aot_cuda, aot_hopper, aot_slices, aot_tpu_kernels
+from penelope_jax.experiments.aot_models import MEMORY
 from penelope_jax.experiments.command import start_module
 from penelope_jax.metrics import write_json
 
@@ -36,12 +37,13 @@ class Part:
     """Something to compile.
 
     Attributes:
-        compile: yields the report of each program, a dataclass, or None if it does not compile; and what misses a bar.
+        compile: for some devices, yields the report of each program, a dataclass, or None if it does not compile; and
+            what misses a bar.
         header: what stands above the reports.
         show: prints a report.
     """
 
-    compile: Callable[[], Iterator[tuple[Any, list[str]]]]
+    compile: Callable[[Container[str]], Iterator[tuple[Any, list[str]]]]
     header: str
     show: Callable[[Any], None]
 
@@ -58,6 +60,9 @@ PARTS = {
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--part", action="append", choices=list(PARTS), help="what to compile; by default everything")
+    parser.add_argument(
+        "--device", action="append", choices=list(MEMORY), help="what to compile for; by default every one of the part"
+    )
     parser.add_argument("--json", metavar="FILE")
 
 
@@ -80,7 +85,7 @@ def _run(args: argparse.Namespace) -> int:
     for name in args.part or PARTS:
         part, results[name] = PARTS[name], []
         print(f"{name}\n{part.header}", flush=True)
-        for report, missed in part.compile():
+        for report, missed in part.compile(args.device or MEMORY):
             all_missed += missed
             if report is not None:
                 results[name].append(dataclasses.asdict(report))

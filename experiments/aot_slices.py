@@ -1,7 +1,7 @@
 """Compiles whole programs for slices of accelerators that are not there: bytes of a device, and what is in place."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -58,28 +58,30 @@ class PlacedProgram:
 Reports = Iterator[tuple[PlacedProgram | None, list[str]]]  # each with what misses a bar; None: it does not compile
 
 
-def compile_gpu_copies() -> Reports:
+def compile_gpu_copies(devices: Container[str]) -> Reports:
     """Compiles writes and page copies for GPUs."""
-    return _compile_copies(aot_cuda, GPU_COPIES)
+    return _compile_copies(aot_cuda, devices, GPU_COPIES)
 
 
-def compile_tpu_copies() -> Reports:
+def compile_tpu_copies(devices: Container[str]) -> Reports:
     """Compiles writes and page copies for TPUs."""
-    return _compile_copies(aot_tpu, TPU_COPIES)
+    return _compile_copies(aot_tpu, devices, TPU_COPIES)
 
 
-def compile_gpu_steps() -> Reports:
+def compile_gpu_steps(devices: Container[str]) -> Reports:
     """Compiles the step of models for GPUs."""
-    return _compile_steps(aot_cuda, GPU_DEPLOYMENTS, kernels_missed)
+    return _compile_steps(aot_cuda, devices, GPU_DEPLOYMENTS, kernels_missed)
 
 
-def compile_tpu_steps() -> Reports:
+def compile_tpu_steps(devices: Container[str]) -> Reports:
     """Compiles the step of models for TPUs."""
-    return _compile_steps(aot_tpu, TPU_DEPLOYMENTS, _tpu_kernels_missed)
+    return _compile_steps(aot_tpu, devices, TPU_DEPLOYMENTS, _tpu_kernels_missed)
 
 
-def _compile_copies(compiler: Any, places: Iterable[tuple[str, int]]) -> Reports:
+def _compile_copies(compiler: Any, devices: Container[str], places: Iterable[tuple[str, int]]) -> Reports:
     for device, num_devices in places:
+        if device not in devices:
+            continue
         mesh = compiler.absent_mesh(device, (1, num_devices), MESH_AXES)
         pool = abstract_pool(_COPIED_POOL, "bfloat16", mesh)
         for program in copy_programs(pool, _COPIED_ROWS, MAX_SEGMENTS):
@@ -87,9 +89,11 @@ def _compile_copies(compiler: Any, places: Iterable[tuple[str, int]]) -> Reports
 
 
 def _compile_steps(
-    compiler: Any, deployments: Iterable[Deployment], find_missed: Callable[[Any], list[str]]
+    compiler: Any, devices: Container[str], deployments: Iterable[Deployment], find_missed: Callable[[Any], list[str]]
 ) -> Reports:
     for deployment in deployments:
+        if deployment.device not in devices:
+            continue
         mesh = compiler.absent_mesh(deployment.device, (deployment.data, deployment.tensor), MESH_AXES)
         for num_rows in (DECODE_ROWS, PREFILL_ROWS):
             program = step_program(deployment, num_rows, mesh)

@@ -1,7 +1,7 @@
 """Paged attention compiled for TPUs: vector and scalar memory, instructions, spills."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -36,9 +36,11 @@ ATTENTIONS = (
 HEADER = f"{'program':36s} VMEM KiB of limit  SMEM KiB  instructions  with MXU  spills  temp MiB"
 
 
-def compile_kernels() -> Iterator[tuple[aot_tpu.ProgramReport, list[str]]]:
-    """Compiles paged attention for four generations. Yields each report, and what misses a bar."""
+def compile_kernels(devices: Container[str]) -> Iterator[tuple[aot_tpu.ProgramReport, list[str]]]:
+    """Compiles paged attention for those of four generations that `devices` has. Yields each report, and what misses."""
     for generation in aot_tpu.GENERATIONS:
+        if generation not in devices:
+            continue
         mesh = aot_tpu.absent_mesh(generation, (1,), ("device",))
         sharding = NamedSharding(mesh, PartitionSpec())
         for sizes in ATTENTIONS:
