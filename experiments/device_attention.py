@@ -224,7 +224,7 @@ def decode_programs(host: Host) -> Iterator[Program]:
 def run_prefill(host: Host, result: Result) -> None:
     """Times the prefills."""
     sizes = sizes_of(host)
-    pool = host.random_pool(sizes.heads.pool_shape(num_pages(sizes)), "bfloat16", seed=1)
+    pool = host.normal(sizes.heads.pool_shape(num_pages(sizes)), "bfloat16", seed=1)
     for prefill in sizes.prefills:
         if not host.wants(prefill.name):
             continue
@@ -308,7 +308,7 @@ def _rate(sizes: Sizes, pairs: float, timing: Timing) -> float:
 def run_decode(host: Host, result: Result) -> None:
     """Times the decodes."""
     sizes = sizes_of(host)
-    pool = host.random_pool(sizes.heads.pool_shape(_decode_pages(sizes)), "bfloat16", seed=1)
+    pool = host.normal(sizes.heads.pool_shape(_decode_pages(sizes)), "bfloat16", seed=1)
     for rows, context in sizes.decodes:
         name = f"{rows} at {context}" if host.dry else f"{rows} at {context // K}K"
         if not host.wants(name):

@@ -29,6 +29,7 @@ there (extra `aot`, see `aot_check.py`).
 
 import argparse
 import functools
+import gc
 import importlib
 import importlib.metadata
 import os
@@ -59,6 +60,7 @@ PARTS = {
     "host": ("device_link", "programs", "run"),
 }
 _NEED_CEILINGS = ("prefill", "decode", "step")
+_FRESH = ("step",)  # takes most of the memory, in one piece
 _MEMORY_FRACTION = "0.85"  # of the device's memory: some stays for cuDNN and cuBLAS
 
 
@@ -87,10 +89,12 @@ def run_parts(names: list[str], host: Any, document: dict[str, Any], save: Calla
         save: writes it.
 
     Returns:
-        Parts that were not run because the device does not answer any more.
+        Parts that are left for another process: the device does not answer any more, or they want it for themselves.
     """
     host.ceilings.update(document["ceilings"])
     for index, name in enumerate(names):
+        if name in _FRESH and index and not host.dry:
+            return names[index:]
         begin = time.monotonic()
         entry: dict[str, Any] = {"status": "running"}
         document["parts"][name] = entry
@@ -114,6 +118,7 @@ def run_parts(names: list[str], host: Any, document: dict[str, Any], save: Calla
             result.errors.append(describe(error))
         entry["status"] = "failed" if result.errors else "done"
         keep()
+        gc.collect()
         print_part(name, entry)
         if result.errors and not host.answers():
             entry["errors"].append("The device does not answer any more.")
@@ -219,7 +224,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--budget-s", type=float, default=480.0, metavar="S", help="start nothing after S seconds (480)"
     )
     parser.add_argument(
-        "--case-limit-s", type=float, default=120.0, metavar="S", help="end a process whose case takes longer (120)"
+        "--case-limit-s", type=float, default=90.0, metavar="S", help="end a process whose case takes longer (90)"
     )
     parser.add_argument("--dry", action="store_true", help="tiny sizes on the CPU")
     parser.add_argument("--compile-only", action="store_true", help="compile for an H200 that is not there")
@@ -237,7 +242,8 @@ def run(args: argparse.Namespace) -> int:
     if args.compile_only:
         from penelope_jax.experiments.device_compile import compile_parts
 
-        return compile_parts(names, document, args.json)
+        parts = {name: part_function(name, "programs") for name in names}
+        return compile_parts(parts, document, args.json)
     args.deadline_s = time.monotonic() + args.budget_s
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(args.json or pathlib.Path(folder, "parts.json"))

@@ -7,25 +7,37 @@ memory than the smaller device has. cuDNN's programs need cuDNN; where it is not
 import math
 import sys
 import time
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 
-from penelope_jax.experiments import aot_cuda, device_check
+from penelope_jax.experiments import aot_cuda
 from penelope_jax.experiments.device_host import Host, Program
 from penelope_jax.experiments.device_report import describe, table
 from penelope_jax.metrics import write_json
 from penelope_jax.models.layers import MESH_AXES
 
 
-def compile_parts(names: list[str], document: dict[str, Any], path: str | None) -> int:
-    """Compiles the programs of parts, prints a line for each; returns 1 where one fails."""
+def compile_parts(
+    parts: Mapping[str, Callable[[Host], Iterator[Program]]], document: dict[str, Any], path: str | None
+) -> int:
+    """Compiles the programs of parts and prints a line for each.
+
+    Args:
+        parts: what yields a part's programs, by name.
+        document: gets what was found.
+        path: where it is written, if anywhere.
+
+    Returns:
+        1 where a program does not compile or is not as it must be, else 0.
+    """
     host = Host(mesh=aot_cuda.absent_mesh("h200", (1, 1), MESH_AXES))
     document |= {"compiled_only": True, "jax": jax.__version__, "ptxas": aot_cuda.ptxas_version()}
     rows, problems = [], []
     seen: set[str] = set()
-    for name in names:
-        for program in device_check.part_function(name, "programs")(host):
+    for name, programs in parts.items():
+        for program in programs(host):
             if program.name in seen:
                 continue
             seen.add(program.name)

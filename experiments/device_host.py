@@ -15,7 +15,7 @@ from penelope_jax.experiments.device_timing import Timing, time_calls
 from penelope_jax.models.layers import single_device_mesh
 
 _ABSENT_MEMORY = 72 * 10**9  # bytes of an H100 that arrays can take: programs are compiled in sizes that fit it
-_POOL_CHUNK = 512  # pages drawn at once
+_DRAWN_VALUES = 1 << 26  # at once, in float32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -122,27 +122,19 @@ class Host:
         return jax.device_put(tree, self.sharding())
 
     def normal(self, shape: Sequence[int], dtype: Any, seed: int) -> jax.Array:
-        """Returns normally distributed values, drawn on the device."""
-        return _normal(tuple(shape), jnp.dtype(dtype).name, seed, self.sharding())
-
-    def random_pool(self, shape: Sequence[int], dtype: Any, seed: int) -> jax.Array:
-        """Returns a KV pool [P, L, 2, K, page_size, H] of normally distributed values, drawn without more memory."""
-        chunk = min(_POOL_CHUNK, shape[0])
-        return _random_pool(tuple(shape), jnp.dtype(dtype).name, chunk, seed, self.sharding())
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 3))
-def _normal(shape: tuple[int, ...], dtype: str, seed: int, sharding: NamedSharding) -> jax.Array:
-    drawn = jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
-    return jax.lax.with_sharding_constraint(drawn, sharding)
+        """Returns normally distributed values, drawn on the device in parts, without much more memory."""
+        chunk = max(1, min(shape[0], _DRAWN_VALUES // math.prod(shape[1:])))
+        return _normal(tuple(shape), jnp.dtype(dtype).name, chunk, seed, self.sharding())
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 4))
-def _random_pool(shape: tuple[int, ...], dtype: str, chunk: int, seed: int, sharding: NamedSharding) -> jax.Array:
-    def draw(index, pool):
-        # The last chunk overlaps the one before: starts are clipped.
-        pages = jax.random.normal(jax.random.fold_in(jax.random.key(seed), index), (chunk, *shape[1:]), jnp.float32)
-        return jax.lax.dynamic_update_slice_in_dim(pool, pages.astype(dtype), index * chunk, axis=0)
+def _normal(shape: tuple[int, ...], dtype: str, chunk: int, seed: int, sharding: NamedSharding) -> jax.Array:
+    key = jax.random.key(seed, impl="unsafe_rbg")  # quick to compile and to run
 
-    pool = jax.lax.fori_loop(0, -(-shape[0] // chunk), draw, jnp.zeros(shape, dtype))
-    return jax.lax.with_sharding_constraint(pool, sharding)
+    def draw(index, out):
+        # The last chunk overlaps the one before: starts are clipped.
+        rows = jax.random.normal(jax.random.fold_in(key, index), (chunk, *shape[1:]), jnp.float32)
+        return jax.lax.dynamic_update_slice_in_dim(out, rows.astype(dtype), index * chunk, axis=0)
+
+    out = jax.lax.fori_loop(0, -(-shape[0] // chunk), draw, jnp.zeros(shape, dtype))
+    return jax.lax.with_sharding_constraint(out, sharding)

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import math
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -91,7 +92,7 @@ class Tiers:
 
     def __init__(self, host: Host):
         sizes = sizes_of(host)
-        pool = host.random_pool(sizes.pool_shape, sizes.dtype, seed=1)
+        pool = host.normal(sizes.pool_shape, sizes.dtype, seed=1)
         self.pool = jax.device_put(pool, host.sharding(POOL_SPEC))
         self.on_device = page_sharding(host.sharding(POOL_SPEC), "device")
         self.on_host = page_sharding(host.sharding(POOL_SPEC), "pinned_host")
@@ -223,31 +224,50 @@ def _overlap(host: Host, result: Result, tiers: Tiers, number: int) -> None:
         "pages to the device": lambda: tiers.to_device(here),
         "pages both ways": lambda: (tiers.to_host(there), tiers.to_device(here)),
     }
-    alone = host.time({"": lambda: world.run(steps)}, least_s=0)[""].seconds
-    repeats = {}
-    for name, move in moves.items():
-        seconds = host.time({"": move}, num_runs=3)[""].seconds if move is not None else 0.0
-        # About as long as the prefill, a little less, so that the link is busy while it runs.
-        repeats[name] = max(1, int(0.9 * alone / seconds)) if move is not None else 0
+    for move in (lambda: world.run(steps), *filter(None, moves.values())):
+        host.time({"": move}, num_runs=1)
     prefill: dict[str, list[float]] = {name: [] for name in moves}
-    copies: dict[str, list[float]] = {name: [] for name in moves}
+    rates: dict[str, list[float]] = {name: [] for name in moves}
     for _ in range(1 if host.dry else 7):
         for name, move in moves.items():
-            begin = time.perf_counter()
-            outputs = world.run(steps)
-            moved = [move() for _ in range(repeats[name])] if move is not None else []
-            jax.block_until_ready(outputs)
-            prefill[name].append(time.perf_counter() - begin)
-            jax.block_until_ready(moved)
-            copies[name].append(time.perf_counter() - begin)
+            seconds, num_moves, all_seconds = _beside(lambda: world.run(steps), move)
+            prefill[name].append(seconds)
+            directions = 2 if name == "pages both ways" else 1
+            rates[name].append(directions * num_moves * number * tiers.page_bytes / all_seconds / 1e9)
     median = {name: statistics.median(times) for name, times in prefill.items()}
     for name, move in moves.items():
         slower = median[name] / median["alone"] - 1
-        directions = 2 if name == "pages both ways" else 1
-        moved_bytes = directions * repeats[name] * number * tiers.page_bytes
         columns: dict[str, Any] = {"ms": 1e3 * median[name]}
         if move is not None:
-            until = statistics.median(copies[name])
-            columns |= {"slower": slower, "GB/s": moved_bytes / until / 1e9, "copies done, ms": 1e3 * until}
+            columns |= {"slower": slower, "GB/s": statistics.median(rates[name])}
             result.bar(f"prefill beside {name}, slower", slower, OVERLAP_BAR, at_least=False)
         result.row(f"prefill, {name}", **columns, spread=max(prefill[name]) / min(prefill[name]) - 1)
+
+
+def _beside(call: Callable[[], Any], move: Callable[[], Any] | None) -> tuple[float, int, float]:
+    """Starts a call, and moves one behind the other while it runs, two of them under way.
+
+    Returns:
+        Seconds of the call, how many moves there were, and seconds until the last of them ended.
+    """
+    ended: list[float] = []
+    begin = time.perf_counter()
+    outputs = call()
+    waiter = threading.Thread(target=lambda: ended.append(_ready_at(outputs)))
+    waiter.start()
+    moved: list[Any] = []
+    num_moves = 0
+    while move is not None and waiter.is_alive():
+        moved.append(move())
+        num_moves += 1
+        if len(moved) == 2:
+            jax.block_until_ready(moved.pop(0))
+    jax.block_until_ready(moved)
+    moves_ended = time.perf_counter()
+    waiter.join()
+    return ended[0] - begin, num_moves, moves_ended - begin
+
+
+def _ready_at(outputs: Any) -> float:
+    jax.block_until_ready(outputs)
+    return time.perf_counter()

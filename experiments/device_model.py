@@ -107,7 +107,7 @@ class StepWorld:
         self._host = host
         self._steps = {rows: host.compile(step_program(host, sizes, rows)) for rows in sizes.rows}
         self._params = random_params(host, sizes.config, seed)
-        self.pool = host.random_pool(sizes.pool_shape, sizes.config.dtype, seed + 1)
+        self.pool = host.normal(sizes.pool_shape, sizes.config.dtype, seed + 1)
         shapes = slots_like(sizes.max_segments, sizes.config.vocab_size)
         self._slots = host.put(jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), shapes))
         self._last = host.put(jnp.zeros(sizes.max_segments, jnp.int32))
@@ -203,7 +203,7 @@ def random_params(host: Host, config: ModelConfig, seed: int) -> Params:
 @functools.partial(jax.jit, static_argnums=(0, 1, 4))
 def _weights(shape: tuple[int, ...], dtype: str, scale: float, seed: int, sharding: Any) -> jax.Array:
     """Draws matrix by matrix, so that float32 values of all layers are never there at once."""
-    keys = jax.random.split(jax.random.key(seed), shape[0] if len(shape) == 3 else 1)
+    keys = jax.random.split(jax.random.key(seed, impl="unsafe_rbg"), shape[0] if len(shape) == 3 else 1)
 
     def draw(key):
         return (jax.random.normal(key, shape[-2:], jnp.float32) * scale).astype(dtype)

@@ -156,6 +156,16 @@ def test_a_part_that_fails_is_reported_and_the_others_run(monkeypatch):
     assert device_check.summary(document) == 1
 
 
+def test_a_part_that_needs_all_memory_gets_its_own_process(monkeypatch):
+    monkeypatch.setattr(device_check, "part_function", lambda name, kind: lambda host, result: None)
+    host, names, ran = Host.here(dry=False), ["ceilings", "step", "host"], []
+    while names:
+        document = empty_document()
+        names = device_check.run_parts(names, host, document, lambda: None)
+        ran.append(list(document["parts"]))
+    assert ran == [["ceilings"], ["step", "host"]]
+
+
 def test_no_part_starts_when_the_time_is_over():
     document = empty_document()
     device_check.run_parts(["ceilings"], Host.here(dry=True, deadline_s=0.0), document, lambda: None)
