@@ -77,7 +77,7 @@ class World:
         page_size = line.number("page_size", 4)
         num_pages = line.number("pages", 16)
         limits = {name: line.number(option, 0) for option, name in _CONFIG_NUMBERS.items() if option in line.options}
-        sizes = {name: line.number(option, given) * page_size for option, (name, given) in _HOST_PAGES.items()}
+        limits |= {name: line.number(option, given) * page_size for option, (name, given) in _HOST_PAGES.items()}
         with bad_input(line.place):
             policy = policy_named(line.options.get("policy", "penelope"))
             if "insert_unit" in line.options:
@@ -90,7 +90,6 @@ class World:
                 max_step_tokens=line.number("step_tokens", 64 * page_size),
                 max_wait_s=line.number("max_wait", 60),
                 load_units=line.number("load_units", 0),
-                **sizes,
                 **limits,  # type: ignore[arg-type]
             )
         self.state: EngineState = make_state(self.config)
