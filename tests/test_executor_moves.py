@@ -26,7 +26,10 @@ def executor_of(*mesh_shape: int, **options) -> JaxExecutor:
     )
 
 
-@pytest.fixture(scope="module", params=[(1, 1), (1, 4)], ids=["one device", "four devices"])
+MESHES = [pytest.param((1, 1), marks=pytest.mark.slow, id="one device"), pytest.param((1, 4), id="four devices")]
+
+
+@pytest.fixture(scope="module", params=MESHES)
 def executor(request) -> JaxExecutor:
     executor = executor_of(*request.param)
     executor.warm_up()

@@ -2,15 +2,14 @@
 
 import re
 import time
-import types
 
 import jax
 import numpy as np
 import pytest
 from transfer_world import LAYOUTS, PAGE_SHAPE, PLAIN, World, demote, load, random_pages
 
+from penelope_jax import host_pages
 from penelope_jax import transfer as transfer_module
-from penelope_jax.host_pages import HostPages
 from penelope_jax.kernels.page_copy import PAGE_BUCKETS
 from penelope_jax.moves import MAX_MOVE_PAGES, Move
 from penelope_jax.transfer import PageTransfer
@@ -333,14 +332,11 @@ def test_host_pages_say_what_they_cannot_do():
             use()
 
 
-def test_a_backend_without_pinned_host_memory_is_named():
-    memory = types.SimpleNamespace(kind="unpinned_host")
-    device = types.SimpleNamespace(addressable_memories=lambda: [memory], platform="abacus")
-    sharding = types.SimpleNamespace(addressable_devices=[device])
-    with pytest.raises(ValueError) as caught:
-        HostPages(PAGE_SHAPE, np.dtype("float32"), sharding, 4)
-    assert str(caught.value) == "num_host_pages=4 need memory of kind pinned_host; abacus has unpinned_host."
-    HostPages(PAGE_SHAPE, np.dtype("float32"), sharding, 0)
+def test_a_backend_without_pinned_host_memory_is_named(monkeypatch):
+    monkeypatch.setattr(host_pages, "HOST_MEMORY", "tape")
+    with pytest.raises(ValueError, match="^num_host_pages=4 need memory of kind tape; cpu has device, pinned_host, "):
+        World(num_host_pages=4)
+    World(num_host_pages=0)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
