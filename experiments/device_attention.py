@@ -1,7 +1,8 @@
 """Parts `prefill` and `decode` of `device_check.py`: times of paged attention with the heads of Qwen3-8B, one layer.
 
 A prefill's figure is TFLOP/s of the query-key pairs that causal attention has; a decode's is GB/s of the keys and values
-that it must read. Beside a prefill stands cuDNN's dense flash attention on contiguous K and V of the same lengths: each
+that it must read, over calls one after another inside one program, as a call of few rows takes less time than its
+start. Beside a prefill stands cuDNN's dense flash attention on contiguous K and V of the same lengths: each
 query against all keys (`rectangle`), and the whole prompt up to the hole's end under the causal mask (`causal`); the
 faster of the two, in TFLOP/s, is what is compared with. cuDNN has no mask for a hole, so neither is the same work.
 """
@@ -63,6 +64,7 @@ class Sizes:
     prefills: tuple[Prefill, ...]
     decodes: tuple[tuple[int, int], ...]  # rows, context
     judged: tuple[int, int]
+    repeats: int  # calls of a decode inside its program
 
 
 REAL = Sizes(
@@ -83,6 +85,7 @@ REAL = Sizes(
     ),
     decodes=tuple((rows, context) for context in (32 * K, 128 * K) for rows in (1, 16, 64)),
     judged=(64, 32 * K),
+    repeats=16,
 )
 DRY = Sizes(
     heads=Heads(num_heads=4, num_kv_heads=1, head_dim=64, page_size=16),
@@ -93,6 +96,7 @@ DRY = Sizes(
     ),
     decodes=((2, 64),),
     judged=(2, 64),
+    repeats=2,
 )
 
 
@@ -172,8 +176,9 @@ def cudnn_program(host: Host, num_queries: int, num_keys: int, causal: bool, row
 
 
 def decode_program(host: Host, rows: int, context: int) -> Program:
-    """Returns the attention of a step of decodes: (q, pool, tiles, table)."""
-    heads = sizes_of(host).heads
+    """Returns the attention of steps of decodes, each on what the one before gave: (q, pool, tiles, table)."""
+    sizes = sizes_of(host)
+    heads = sizes.heads
     attend = functools.partial(
         ragged_paged_attention,
         q_tile=decode_q_tile(heads.num_heads, heads.num_kv_heads),
@@ -182,10 +187,12 @@ def decode_program(host: Host, rows: int, context: int) -> Program:
     )
     return Program(
         name=f"decode {rows} x {context}",
-        function=lambda q, pool, tiles, table: attend(q, pool, 0, tiles, table),
+        function=lambda q, pool, tiles, table: jax.lax.fori_loop(
+            0, sizes.repeats, lambda _, q: attend(q, pool, 0, tiles, table), q
+        ),
         arguments=[
             host.like((rows, heads.num_heads, heads.head_dim), "bfloat16"),
-            host.like(heads.pool_shape(_decode_pages(sizes_of(host))), "bfloat16"),
+            host.like(heads.pool_shape(_decode_pages(sizes)), "bfloat16"),
             host.like((rows, 4), "int32"),
             host.like((rows, context // heads.page_size), "int32"),
         ],
@@ -333,10 +340,10 @@ def _time_decode(host: Host, result: Result, name: str, rows: int, context: int,
     if judged:
         _add_cudnn(host, result, calls, name, {"cuDNN": cudnn_program(host, 1, context, causal=False, rows=rows)})
     timings = host.time(calls)
-    timing, read = timings[""], rows * context * 2 * heads.num_kv_heads * heads.head_dim * 2
-    fraction = read / timing.seconds / host.ceiling("copy")
+    seconds, read = timings[""].seconds / sizes.repeats, rows * context * 2 * heads.num_kv_heads * heads.head_dim * 2
+    fraction = read / seconds / host.ceiling("copy")
     others = {f"{key} GB/s": read / timings[key].seconds / 1e9 for key in timings if key}
-    columns = {"ms": 1e3 * timing.seconds, "GB/s": read / timing.seconds / 1e9, "of copy": fraction, **others}
-    result.row(name, **columns, spread=timing.spread)
+    columns = {"ms": 1e3 * seconds, "GB/s": read / seconds / 1e9, "of copy": fraction, **others}
+    result.row(name, **columns, spread=timings[""].spread)
     if judged:
         result.bar(f"{name}, of the copy ceiling", fraction, DECODE_BAR, at_least=True)

@@ -35,23 +35,21 @@ def compile_parts(
     host = Host(mesh=aot_cuda.absent_mesh("h200", (1, 1), MESH_AXES))
     document |= {"compiled_only": True, "jax": jax.__version__, "ptxas": aot_cuda.ptxas_version()}
     rows, problems = [], []
-    seen: set[str] = set()
+    document |= {"programs": rows, "failed": problems}
     for name, programs in parts.items():
         for program in programs(host):
-            if program.name in seen:
+            if any(row["program"] == program.name for row in rows):
                 continue
-            seen.add(program.name)
             row, found = _compile(host, name, program)
             rows.append(row)
             problems += [f"{name}, {program.name}: {text}" for text in found]
+            if path:
+                write_json(path, document)
     print(table(rows))
     for text in problems:
         print(f"FAILED {text}")
     seconds = sum(row["seconds"] for row in rows)
     print(f"{len(rows)} programs, {seconds:.0f} s, {len(problems)} problems. Nothing has run.")
-    document |= {"programs": rows, "failed": problems}
-    if path:
-        write_json(path, document)
     return 1 if problems else 0
 
 
@@ -86,7 +84,7 @@ def _compile(host: Host, part: str, program: Program) -> tuple[dict[str, Any], l
         if needed > host.usable_bytes:
             problems.append(f"needs {needed} bytes; an H100 has {host.usable_bytes} for arrays")
     row["seconds"] = round(time.monotonic() - begin, 1)
-    print(f" {row['seconds']} s", file=sys.stderr, flush=True)
+    print(f" {row['seconds']} s{''.join(f' FAILED: {text}' for text in problems)}", file=sys.stderr, flush=True)
     return row, problems
 
 
