@@ -108,9 +108,10 @@ def show_list(path: str) -> Iterator[str]:
     config = header.config
     yield f"{path}: event log"
     yield "run: " + ", ".join(f"{name} {value}" for name, value in header.run.items())
+    host = f" and {config.num_host_pages} + {config.num_swap_pages} host pages" if config.num_host_pages else ""
     yield (
-        f"engine: {config.policy.name}, {config.num_device_pages} pages of {config.page_size} tokens, {config.scheduler}, "
-        f"context {config.max_context}, {config.max_running} running, steps of {config.max_step_tokens} tokens"
+        f"engine: {config.policy.name}, {config.num_device_pages} pages of {config.page_size} tokens{host}, "
+        f"{config.scheduler}, context {config.max_context}, {config.max_running} running, steps of {config.max_step_tokens} tokens"
     )
     kinds: collections.Counter[str] = collections.Counter()
     sessions: collections.defaultdict[str, _Session] = collections.defaultdict(_Session)

@@ -10,6 +10,7 @@ import numpy as np
 from penelope_jax import radix_tree
 from penelope_jax.events import Finished, Flush, Refused, Sampled, Submit
 from penelope_jax.log_replay import Moment
+from penelope_jax.moves import Move
 from penelope_jax.pages import NO_PAGE, Tier
 from penelope_jax.radix_tree import TOKEN_BYTES, CacheState
 from penelope_jax.segments import EvictedSpan
@@ -48,8 +49,8 @@ class Change(NamedTuple):
     after: Tier
 
 
-class Loss(NamedTuple):
-    """Tokens `[start, stop)` of one history, or of several that share them, lost their K/V."""
+class Part(NamedTuple):
+    """Tokens `[start, stop)` of one history, or of several that share them."""
 
     start: int
     stop: int
@@ -99,23 +100,27 @@ class Conversations:
         session_id = self.session_of(request_id)
         return f"r{request_id} (session {session_id})" if session_id else f"r{request_id}"
 
-    def losses(self, moment: Moment) -> list[Loss]:
+    def losses(self, moment: Moment) -> list[Part]:
         """Returns what was evicted in a moment, in order, as spans of histories."""
         if isinstance(moment.entry, Flush):
             return [
-                Loss(change.start, change.stop, (conversation,))
+                Part(change.start, change.stop, (conversation,))
                 for conversation in self
                 for change in _missed(conversation, moment.before.cache, moment.after.cache)
             ]
-        found: list[Loss] = []
-        for span in moment.plan.evicted if moment.plan is not None else ():
-            owners = self._through(moment, span)
-            last = found[-1] if found else None
-            if last is not None and last.stop == span.start and last.conversations == owners:
-                found[-1] = Loss(last.start, span.stop, owners)
-            else:
-                found.append(Loss(span.start, span.stop, owners))
-        return found
+        spans = moment.plan.evicted if moment.plan is not None else ()
+        return _joined([(span.start, span.stop, self._through(moment, span)) for span in spans])
+
+    def moving(self, cache: CacheState, move: Move) -> list[Part]:
+        """Returns what a move that is under way moves, in order, without what the tree has let go of."""
+        found: list[tuple[int, int, tuple[Conversation, ...]]] = []
+        for host_id in move.host_ids.tolist():
+            node = cache.nodes.get(cache.moving[host_id])
+            if node is not None:
+                (page,) = np.flatnonzero((node.page_ids == host_id) & (node.tiers == Tier.HOST)).tolist()
+                start = node.start + page * cache.page_size
+                found.append((start, start + cache.page_size, self._at(cache, node.node_id, start)))
+        return _joined(found)
 
     def _through(self, moment: Moment, span: EvictedSpan) -> tuple[Conversation, ...]:
         """Returns the conversations whose history has an evicted span, as far as its node still tells."""
@@ -127,14 +132,30 @@ class Conversations:
                 for conversation in self
                 if any(change.start <= span.start < change.stop for change in _missed(conversation, *caches))
             )
-        path = b"".join(node.tokens for node in radix_tree.path_nodes(cache, span.node_id))
-        path = path[: (span.start + cache.page_size) * TOKEN_BYTES]
-        namespace = namespace_of(cache, span.node_id)
+        return self._at(cache, span.node_id, span.start)
+
+    def _at(self, cache: CacheState, node_id: int, start: int) -> tuple[Conversation, ...]:
+        """Returns the conversations whose history has the page of a node that starts at a position."""
+        path = b"".join(node.tokens for node in radix_tree.path_nodes(cache, node_id))
+        path = path[: (start + cache.page_size) * TOKEN_BYTES]
+        namespace = namespace_of(cache, node_id)
         return tuple(
             conversation
             for conversation in self
             if conversation.namespace == namespace and conversation.tokens.startswith(path)
         )
+
+
+def _joined(parts: list[tuple[int, int, tuple[Conversation, ...]]]) -> list[Part]:
+    """Returns parts of histories in their order, adjacent ones of the same histories as one."""
+    found: list[Part] = []
+    for start, stop, conversations in parts:
+        last = found[-1] if found else None
+        if last is not None and last.stop == start and last.conversations == conversations:
+            found[-1] = Part(last.start, stop, conversations)
+        else:
+            found.append(Part(start, stop, conversations))
+    return found
 
 
 def namespace_of(cache: CacheState, node_id: int) -> str:

@@ -3,6 +3,8 @@
 A query is a kind of occurrence and, after it, filters that must all hold:
 
     evict session=3        refill step=120        finish request=17
+
+`demote` and `load` are moves between the tiers that begin, `moved` and `lost` how they end.
 """
 
 import shlex
@@ -10,14 +12,16 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from penelope_jax.errors import InputError
-from penelope_jax.events import Abort, Finished, Refused, RequestMetrics, Submit
+from penelope_jax.events import Abort, Finished, MoveDone, Refused, RequestMetrics, Submit
 from penelope_jax.experiments import log_conversations
-from penelope_jax.experiments.log_conversations import Conversations
+from penelope_jax.experiments.log_conversations import Conversations, Part
 from penelope_jax.log_replay import Moment
+from penelope_jax.moves import Move, MoveKind
 from penelope_jax.segments import SegmentKind
 from penelope_jax.state import EngineState, Request
 
-KINDS = ("submit", "admit", "evict", "refill", "retract", "finish", "abort", "refuse")
+MOVES = ("demote", "load", "moved", "lost")
+KINDS = ("submit", "admit", "evict", "refill", "retract", "finish", "abort", "refuse", *MOVES)
 FILTERS = ("session", "request", "step")
 
 
@@ -27,7 +31,7 @@ class Occurrence(NamedTuple):
     Attributes:
         step: the step it belongs to: the one planned or done, or else the next one to be planned.
         kind: one of KINDS.
-        requests: ids of the requests it happened to; an eviction: of the last of each history.
+        requests: ids of the requests it happened to; of the last of each history where it happened to pages.
         sessions: their sessions.
         who: the same as text.
         text: what happened.
@@ -95,14 +99,14 @@ def hits_text(metrics: RequestMetrics) -> str:
     return f"{metrics.device_hit} hit{host}, {metrics.refilled} refilled, {metrics.new} new"
 
 
-def loss_text(start: int, stop: int, page_size: int) -> str:
-    """Returns an evicted span and its size."""
+def span_text(start: int, stop: int, page_size: int) -> str:
+    """Returns a span of pages and its size."""
     return f"[{start}, {stop}), {counted((stop - start) // page_size, 'page')}"
 
 
-def counted(number: int, word: str) -> str:
+def counted(number: int, word: str, plural: str = "") -> str:
     """Returns a number of things."""
-    return f"{number} {word}" if number == 1 else f"{number} {word}s"
+    return f"{number} {word}" if number == 1 else f"{number} {plural or word + 's'}"
 
 
 def occurrences(moment: Moment, conversations: Conversations) -> Iterator[Occurrence]:
@@ -120,10 +124,8 @@ def occurrences(moment: Moment, conversations: Conversations) -> Iterator[Occurr
             if request.request_id == entry.request_id and request.leaving in ("", "retract"):
                 yield one("abort", request.request_id, f"after {counted(request.output_len, 'output')}")
     for loss in conversations.losses(moment):
-        requests = tuple(conversation.request_id for conversation in loss.conversations)
-        sessions = tuple(conversation.session_id for conversation in loss.conversations)
-        text = loss_text(loss.start, loss.stop, before.config.page_size)
-        yield Occurrence(moment.step, "evict", requests, sessions, log_conversations.names(loss.conversations), text)
+        yield _of_pages(moment, "evict", loss, "")
+    yield from _moves(moment, conversations)
     seen = {request.request_id: request for request in _live(before)}
     for request in _live(after):
         earlier = seen.get(request.request_id)
@@ -141,6 +143,35 @@ def occurrences(moment: Moment, conversations: Conversations) -> Iterator[Occurr
             yield one("refuse", update.request_id, update.message)
         elif isinstance(update, Finished) and update.reason != "abort":
             yield one("finish", update.request_id, f"{update.reason}, {counted(update.output_len, 'output')}")
+
+
+def _of_pages(moment: Moment, kind: str, part: Part, more: str) -> Occurrence:
+    requests = tuple(conversation.request_id for conversation in part.conversations)
+    sessions = tuple(conversation.session_id for conversation in part.conversations)
+    text = span_text(part.start, part.stop, moment.before.config.page_size) + more
+    return Occurrence(moment.step, kind, requests, sessions, log_conversations.names(part.conversations), text)
+
+
+def _moves(moment: Moment, conversations: Conversations) -> Iterator[Occurrence]:
+    """Yields the moves that began or ended in a moment, in order."""
+    for move in moment.plan.moves if moment.plan is not None else ():
+        for part in conversations.moving(moment.after.cache, move):
+            yield _of_pages(moment, move.kind.value, part, f", {move_text(move, conversations)}")
+    if isinstance(moment.entry, MoveDone):
+        cache = moment.before.cache
+        for kind, move_ids in (("moved", moment.entry.done), ("lost", moment.entry.failed)):
+            for move in (cache.moves[move_id] for move_id in move_ids):
+                where = "to the host" if move.kind is MoveKind.DEMOTE else "to the device"
+                for part in conversations.moving(cache, move):
+                    yield _of_pages(moment, kind, part, f", {where}, move {move.move_id}")
+
+
+def move_text(move: Move, conversations: Conversations) -> str:
+    """Returns the number of a move, whom it is for, and how its place was made."""
+    request = f" for {conversations.who(move.request_id)}" if move.request_id >= 0 else ""
+    ahead = ", which waits" if move.prefetch else ""
+    swapped = f", {move.num_swapped} of {len(move.host_ids)} swapped" if move.num_swapped else ""
+    return f"move {move.move_id}{request}{ahead}{swapped}"
 
 
 def _live(state: EngineState) -> tuple[Request, ...]:

@@ -282,7 +282,7 @@ def error_line(capsys, *args):
     return err.removeprefix("penelope inspect: error: ")[:-1]
 
 
-KNOWN = "submit, admit, evict, refill, retract, finish, abort, refuse"
+KNOWN = "submit, admit, evict, refill, retract, finish, abort, refuse, demote, load, moved, lost"
 
 
 @pytest.mark.parametrize(
