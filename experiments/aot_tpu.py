@@ -97,7 +97,8 @@ def absent_mesh(generation: str, shape: Sequence[int], names: Sequence[str], top
         raise InputError(f"{generation}:{topology} has {len(devices)} devices; the mesh {tuple(shape)} needs more.")
     devices = devices[:num_devices]
     if num_devices > 1:
-        return Mesh(mesh_utils.create_device_mesh(tuple(shape), devices), tuple(names))
+        ordered = mesh_utils.create_device_mesh(tuple(shape), devices, allow_split_physical_axes=True)
+        return Mesh(ordered, tuple(names))
     return Mesh(np.array(devices).reshape(tuple(shape)), tuple(names))
 
 
