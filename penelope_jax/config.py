@@ -53,6 +53,8 @@ class Policy:
         inclusive: with a host tier, whether the tiers are two caches as in SGLang: a page that leaves the device is
             written back to the host and keeps its place there when it returns, and each tier evicts by its own order.
             Else a page is in one tier, and one order over both says what is evicted.
+        reclaim_copies: of two caches, whether the host first gives up copies of what is on the device, as SGLang 0.5.23
+            does. In 0.5.10, which is what the paper very likely compared with, copies stay and the host holds less.
         count_host_hits: whether the order of the queue counts what is on the host.
     """
 
@@ -63,6 +65,7 @@ class Policy:
     stamp_waiting: bool = True
     insert_unit: InsertUnit = InsertUnit.CHUNK
     inclusive: bool = dataclasses.field(default=False, metadata=ADDED)
+    reclaim_copies: bool = dataclasses.field(default=False, metadata=ADDED)
     count_host_hits: bool = dataclasses.field(default=True, metadata=ADDED)
 
 

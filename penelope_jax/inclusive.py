@@ -1,10 +1,10 @@
 """The comparison: device and host memory as two caches, as in SGLang (caches.md names the versions read).
 
 Inclusive, written back: a node that leaves the device is copied to the host, or keeps the copy it has there from when it
-was loaded. Each tier has its own order: the device evicts its least recently used leaf, whole; the host first gives up
-copies of what is on the device, then its least recently used leaf, whole. So a move may evict, and what it evicts is
-not what one order over both tiers would. A node for which the host finds no place is dropped with all below it, since
-without holes nothing behind it can be found.
+was loaded. Each tier has its own order: the device evicts its least recently used leaf, whole, and so does the host
+among what is only there; copies of what is on the device stay (0.5.10), or are given up first (0.5.23). So a move may
+evict, and what it evicts is not what one order over both tiers would. A node for which the host finds no place is
+dropped with all below it, since without holes nothing behind it can be found.
 
 Kinder than the original in one thing: writing back does not stop the device.
 """
@@ -36,15 +36,18 @@ class WrittenBack(NamedTuple):
     num_evicted: int
 
 
-def make_room(cache: CacheState, num_pages: int, most_copied: int) -> tuple[CacheState, WrittenBack]:
+def make_room(
+    cache: CacheState, num_pages: int, most_copied: int, *, reclaim_copies: bool
+) -> tuple[CacheState, WrittenBack]:
     """Takes nodes off the device until `num_pages` more device pages are free, or nothing unpinned is left.
 
     Args:
         cache: the cache, with a host tier.
         num_pages: device pages to free; whole nodes may free more.
         most_copied: stop before more pages than this would have to be copied.
+        reclaim_copies: as in `Policy`.
     """
-    work = _WriteBack(cache, most_copied)
+    work = _WriteBack(cache, most_copied, reclaim_copies)
     while num_pages > 0:
         leaf_id = leaf_order.oldest(work.edit.device_leaves)
         if leaf_id is None:
@@ -59,8 +62,9 @@ def make_room(cache: CacheState, num_pages: int, most_copied: int) -> tuple[Cach
 class _WriteBack:
     """Collects changes to one cache value; never escapes `make_room`."""
 
-    def __init__(self, cache: CacheState, most_copied: int):
+    def __init__(self, cache: CacheState, most_copied: int, reclaim_copies: bool):
         self.cache = cache
+        self.reclaim_copies = reclaim_copies
         self.edit = TreeEdit(cache)
         self.host: PagePool = cache.host
         self.room = cache.host_capacity - (cache.host.num_pages - cache.host.num_free)
@@ -99,9 +103,9 @@ class _WriteBack:
         return int(on_device.sum())
 
     def find_host_room(self, number: int, keep_id: int) -> bool:
-        """Frees host pages until `number` are free: copies first, then least recently used host leaves."""
+        """Frees host pages until `number` are free; returns whether they are."""
         while self.room < number:
-            node = self.oldest_copied(keep_id)
+            node = self.oldest_copied(keep_id) if self.reclaim_copies else None
             if node is not None:
                 assert node.copies is not None, "only nodes with copies are listed"
                 freed = node.copies[node.copies != NO_PAGE]
@@ -116,7 +120,7 @@ class _WriteBack:
         return True
 
     def oldest_copied(self, keep_id: int) -> Node | None:
-        """Returns the least recently used node with copies on the host, none of them being made right now."""
+        """Returns the least recently used node with copies on the host, other than the one that is leaving."""
         nodes = (self.edit.nodes[node_id] for node_id in self.edit.copied if node_id != keep_id)
         return min(nodes, key=lambda node: node.stamp, default=None)
 

@@ -181,7 +181,8 @@ class Room:
     def _write_back(self, num_pages: int) -> None:
         if num_pages <= 0:
             return
-        self.cache, done = inclusive.make_room(self.cache, num_pages, self._moving_left)
+        reclaim = self.config.policy.reclaim_copies
+        self.cache, done = inclusive.make_room(self.cache, num_pages, self._moving_left, reclaim_copies=reclaim)
         self.evicted.extend(done.spans)
         self.tell("evicted_pages", done.num_evicted)
         self._demoted.update(zip(done.host_ids.tolist(), done.device_ids.tolist(), strict=True))

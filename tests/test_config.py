@@ -11,6 +11,7 @@ from penelope_jax.segments import SamplingParams
 def test_the_policies_are_what_their_names_say():
     assert {name: (policy.start, policy.unit) for name, policy in POLICIES.items()} == {
         "sglang": (Start.LEAF_TAIL, Unit.NODE),
+        "sglang-reclaim": (Start.LEAF_TAIL, Unit.NODE),
         "sglang-device-lpm": (Start.LEAF_TAIL, Unit.NODE),
         "vllm": (Start.LEAF_TAIL, Unit.PAGE),
         "leaf-head": (Start.LEAF_HEAD, Unit.PAGE),
@@ -26,7 +27,7 @@ def test_an_unknown_policy_is_an_error_that_lists_the_known_ones():
     with pytest.raises(ValueError) as caught:
         policy_named("lru")
     assert str(caught.value) == (
-        "unknown policy 'lru'; known: sglang, sglang-device-lpm, vllm, leaf-head, leaf-head-node, front-node, penelope."
+        "unknown policy 'lru'; known: sglang, sglang-reclaim, sglang-device-lpm, vllm, leaf-head, leaf-head-node, front-node, penelope."
     )
 
 
