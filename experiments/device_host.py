@@ -69,10 +69,9 @@ class Host:
     @property
     def usable_bytes(self) -> int:
         """Device memory that arrays can take."""
-        device = self.mesh.devices.flat[0]
         try:
-            stats = device.memory_stats() or {}
-        except (jax.errors.JaxRuntimeError, NotImplementedError):  # of a device that is not there
+            stats = self.mesh.devices.flat[0].memory_stats() or {}
+        except (jax.errors.JaxRuntimeError, NotImplementedError, ValueError):  # of a device that is not there
             stats = {}
         return stats.get("bytes_limit", _ABSENT_MEMORY)
 

@@ -7,7 +7,9 @@ import signal
 import subprocess
 import sys
 import time
+from typing import Any, cast
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -21,6 +23,7 @@ from penelope_jax.experiments.device_report import Result, table
 from penelope_jax.experiments.device_steps import REAL as STEPS
 from penelope_jax.experiments.device_timing import time_calls
 from penelope_jax.kernels.paged_attention import ragged_paged_attention
+from penelope_jax.models.layers import MESH_AXES
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 QUICK = ["ceilings", "prefill", "decode", "figure1", "batching", "step", "host"]
@@ -225,6 +228,25 @@ def test_parts_that_need_ceilings_bring_them():
     assert device_check.chosen_parts(["decode", "kernels"]) == ["ceilings", "kernels", "decode"]
     assert device_check.chosen_parts(["host"]) == ["host"]
     assert device_check.chosen_parts(None) == list(device_check.PARTS)
+
+
+MANY_KERNELS = ("kernels", "prefill", "decode")
+
+
+@pytest.mark.parametrize(
+    "part", [pytest.param(part, marks=pytest.mark.slow if part in MANY_KERNELS else ()) for part in device_check.PARTS]
+)
+def test_every_program_of_a_gpu_host_can_be_traced(part):
+    """In its real size, for a device that is not there: shapes fit, and every argument is one that kernels take."""
+    hopper = jax.sharding.AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")
+    automatic = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.sharding.AbstractMesh((1, 1), MESH_AXES, axis_types=automatic, abstract_device=hopper)
+    programs = list(device_check.part_function(part, "programs")(Host(mesh=cast(Any, mesh))))
+    assert programs
+    with jax.sharding.use_abstract_mesh(mesh):
+        for program in programs:
+            if not program.needs_cudnn:
+                jax.eval_shape(program.function, *program.arguments)
 
 
 def test_real_sizes_fill_their_steps():
