@@ -4,7 +4,8 @@ Pages are never written in place: an id gets another array. Whoever still reads 
 may be dropped, or its id used again, while a copy of it is under way.
 """
 
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,9 @@ from jax.sharding import NamedSharding
 from penelope_jax.kernels.page_copy import page_sharding
 
 HOST_MEMORY = "pinned_host"
+
+# On GPUs jax takes no more pinned memory than this, in GiB; it reads the variable when it starts.
+LIMIT_VARIABLE, DEFAULT_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", 64
 
 
 class HostPages:
@@ -32,7 +36,7 @@ class HostPages:
         num_pages: 0: there is no host memory for pages.
 
     Raises:
-        ValueError: there is no pinned host memory.
+        ValueError: there is no pinned host memory, or on a GPU not as much as jax may take.
     """
 
     def __init__(self, page_shape: tuple[int, ...], dtype: np.dtype, pool_sharding: NamedSharding, num_pages: int):
@@ -51,6 +55,8 @@ class HostPages:
                 f"num_host_pages={num_pages} need memory of kind {HOST_MEMORY}; {device.platform} has "
                 f"{', '.join(kinds)}."
             )
+        if device.platform == "gpu":
+            check_limit(num_pages, self.page_bytes, os.environ)
         self.host = page_sharding(pool_sharding, HOST_MEMORY)
 
     def __contains__(self, host_id: int) -> bool:
@@ -142,6 +148,18 @@ class HostPages:
             if not 0 <= host_id < self.num_pages:
                 raise ValueError(f"host page {host_id} must be in [0, {self.num_pages}).")
         return ids
+
+
+def check_limit(num_pages: int, page_bytes: int, environ: Mapping[str, str]) -> None:
+    """Raises ValueError if pages need more pinned memory than jax takes on GPUs."""
+    text = environ.get(LIMIT_VARIABLE, "") or str(DEFAULT_LIMIT)
+    limit = int(text) if text.isdecimal() else DEFAULT_LIMIT
+    wanted = num_pages * page_bytes / 2**30
+    if wanted > limit:
+        raise ValueError(
+            f"num_host_pages={num_pages} of {page_bytes:,} bytes are {wanted:.1f} GiB; jax takes at most {limit} GiB of "
+            f"pinned memory. Set {LIMIT_VARIABLE} to a larger number before it starts, or take fewer."
+        )
 
 
 def check_pages(pages: np.ndarray, number: int, page_shape: tuple[int, ...], dtype: np.dtype) -> None:

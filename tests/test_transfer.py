@@ -339,6 +339,19 @@ def test_a_backend_without_pinned_host_memory_is_named(monkeypatch):
     World(num_host_pages=0)
 
 
+def test_more_pinned_memory_than_jax_takes_is_refused_at_the_start():
+    page = 9 << 20
+    host_pages.check_limit(7281, page, {})
+    host_pages.check_limit(20_000, page, {host_pages.LIMIT_VARIABLE: "200"})
+    for environ, limit in (({}, 64), ({host_pages.LIMIT_VARIABLE: "100"}, 100), ({host_pages.LIMIT_VARIABLE: "x"}, 64)):
+        with pytest.raises(ValueError) as caught:
+            host_pages.check_limit(20_000, page, environ)
+        assert str(caught.value) == (
+            f"num_host_pages=20000 of 9,437,184 bytes are 175.8 GiB; jax takes at most {limit} GiB of pinned memory. Set "
+            "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB to a larger number before it starts, or take fewer."
+        )
+
+
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
 def test_control_one_bit_of_a_host_page_is_seen(layout):
     world = World(layout)
