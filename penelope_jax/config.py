@@ -73,6 +73,7 @@ POLICIES: dict[str, Policy] = {
     policy.name: policy
     for policy in (
         Policy(name="sglang", start=Start.LEAF_TAIL, unit=Unit.NODE, inclusive=True),
+        Policy(name="sglang-reclaim", start=Start.LEAF_TAIL, unit=Unit.NODE, inclusive=True, reclaim_copies=True),
         Policy(name="sglang-device-lpm", start=Start.LEAF_TAIL, unit=Unit.NODE, inclusive=True, count_host_hits=False),
         Policy(name="vllm", start=Start.LEAF_TAIL, unit=Unit.PAGE, stamp_waiting=False),
         Policy(name="leaf-head", start=Start.LEAF_HEAD, unit=Unit.PAGE),

@@ -64,7 +64,7 @@ def error_line(capsys, *args):
 BAD_FLAGS = [
     (
         ["--policy", "lru"],
-        "unknown policy 'lru'; known: sglang, sglang-device-lpm, vllm, leaf-head, leaf-head-node, front-node, penelope.",
+        "unknown policy 'lru'; known: sglang, sglang-reclaim, sglang-device-lpm, vllm, leaf-head, leaf-head-node, front-node, penelope.",
     ),
     (["--policy", "vllm,vllm"], "--policy vllm,vllm: a policy is named twice."),
     (["--page-size", "48"], "page_size=48 must be a power of two from 1 to 1024."),

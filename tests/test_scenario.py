@@ -70,7 +70,7 @@ def test_no_expected_text_without_a_scenario():
         ("cache page_size=3", "f:1: page_size=3 must be a power of two from 1 to 1024."),
         (
             "cache policy=lru",
-            "f:1: unknown policy 'lru'; known: sglang, sglang-device-lpm, vllm, leaf-head, leaf-head-node, front-node, penelope.",
+            "f:1: unknown policy 'lru'; known: sglang, sglang-reclaim, sglang-device-lpm, vllm, leaf-head, leaf-head-node, front-node, penelope.",
         ),
         ("cache scheduler=x", "f:1: unknown scheduler 'x'; known: lpm, lpm-cost, fcfs."),
         ("cache insert_unit=x", "f:1: 'x' is not a valid InsertUnit"),
@@ -100,7 +100,7 @@ def test_no_expected_text_without_a_scenario():
         ("cache\ninsert A x B", "f:2: page B starts at position 5, which is not a multiple of page_size=4."),
         ("cache\ninsert A _ B", "f:2: '_' is neither a page (A, B2) nor a token (x, y2)."),
         ("cache\nevict one", "f:2: pages must be a whole number of at least 0, got 'one'."),
-        ("cache\nevict 1 policy=x", "f:2: unknown policy 'x'; known: sglang, sglang-device-lpm, vllm, "),
+        ("cache\nevict 1 policy=x", "f:2: unknown policy 'x'; known: sglang, sglang-reclaim, sglang-device-lpm, vllm, "),
         ("cache\nunpin p", "f:2: no pin was called 'p'."),
         ("cache\ninsert A\npin p A\npin p A", "f:4: pin 'p' is out already."),
         ("cache\ntake a 1\ntake a 1", "f:3: 'a' holds pages already."),
