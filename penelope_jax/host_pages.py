@@ -1,7 +1,8 @@
 """Pages in host memory: each an immutable array of its own, on a mesh each device's part beside that device.
 
 Pages are never written in place: an id gets another array. Whoever still reads the old one keeps it alive, so a page
-may be dropped, or its id used again, while a copy of it is under way.
+may be dropped, or its id used again, while a copy of it is under way. A page stays in memory until another takes its
+id, also when the cache has forgotten it: memory grows up to one page for each id.
 """
 
 import os
