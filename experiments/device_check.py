@@ -103,6 +103,7 @@ def run_parts(names: list[str], host: Any, document: dict[str, Any], save: Calla
             save()
             continue
 
+        save()
         result = Result(dry=host.dry)
 
         def keep(entry=entry, begin=begin, result=result):

@@ -43,7 +43,7 @@ def supervise(child: Child, names: list[str], document: dict[str, Any], path: pa
         document.update(json.loads(path.read_text(encoding="utf-8")))
         parts = document["parts"]
         if not set(left) & set(parts):
-            if code is not None and code > 0:
+            if code and code > 0 and not parts:
                 return code
             reason = f"before the first part: {reason}"
             parts[left[0]] = {"status": "running"}
