@@ -7,11 +7,10 @@ page with two owners, or a read before the write all show as another hash. Pages
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 from deep_copies import rendered
+from engine_settings import Sampler
 from request_history import History, chain_behind, seed_of
 
 from penelope_jax import engine
@@ -24,7 +23,6 @@ from penelope_jax.segments import SamplingParams, Segment, SegmentKind, StepDone
 from penelope_jax.state import EngineState, private_page_ids
 
 POISON = -1
-Sampler = Callable[[int, int], int]  # (request id, position) -> token
 
 
 class EngineWorld:
@@ -385,19 +383,3 @@ class EngineWorld:
                 state, plan = engine.plan(state)
                 assert rendered(plan) == rendered(entry), "another plan"
         assert rendered(state) == rendered(self.state), "another state"
-
-
-def hashed_sampler(salt: int, vocab_size: int = 3, stop: int = -1, one_in: int = 8) -> Sampler:
-    """Returns a sampler of a few tokens; one in `one_in` is `stop`."""
-
-    def sample(request_id: int, position: int) -> int:
-        value = hash((salt, request_id, position)) & 0x7FFFFFFF
-        return stop if stop >= 0 and value // vocab_size % one_in == 0 else value % vocab_size
-
-    return sample
-
-
-def config_of(page_size: int, num_pages: int, **changes) -> EngineConfig:
-    """Returns a config with a pool of `num_pages` and a step budget of four pages."""
-    values: dict[str, Any] = {"max_step_tokens": 4 * page_size} | changes
-    return EngineConfig(device_tokens=page_size * num_pages, page_size=page_size, **values)

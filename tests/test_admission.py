@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from engine_world import config_of
+from engine_settings import config_of
 from letter_trees import make, shown, tokens_of
 
 from penelope_jax import admission, eviction, histories

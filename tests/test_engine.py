@@ -3,7 +3,8 @@
 import dataclasses
 
 import pytest
-from engine_world import EngineWorld, config_of, hashed_sampler
+from engine_settings import config_of, hashed_sampler
+from engine_world import EngineWorld
 
 from penelope_jax.config import POLICIES, InsertUnit
 from penelope_jax.events import Finished, RequestMetrics, Sampled, Scored

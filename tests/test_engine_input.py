@@ -2,7 +2,8 @@
 
 import numpy as np
 import pytest
-from engine_world import EngineWorld, config_of, hashed_sampler
+from engine_settings import config_of, hashed_sampler
+from engine_world import EngineWorld
 
 from penelope_jax import engine
 from penelope_jax.config import EngineConfig

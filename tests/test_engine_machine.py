@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import seeded_machines
 from deep_copies import rendered
-from engine_world import EngineWorld, Sampler, config_of, hashed_sampler
+from engine_settings import Sampler, config_of, hashed_sampler
+from engine_world import EngineWorld
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from request_history import History

@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from engine_world import config_of
+from engine_settings import config_of
 from letter_trees import make, tokens_of
 
 from penelope_jax import eviction, radix_tree, scheduler

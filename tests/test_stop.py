@@ -4,7 +4,8 @@ import dataclasses
 
 import numpy as np
 import pytest
-from engine_world import EngineWorld, config_of
+from engine_settings import config_of
+from engine_world import EngineWorld
 
 from penelope_jax import engine
 from penelope_jax.config import EngineConfig

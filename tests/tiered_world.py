@@ -3,7 +3,8 @@
 import dataclasses
 
 import numpy as np
-from engine_world import POISON, EngineWorld, Sampler
+from engine_settings import Sampler
+from engine_world import POISON, EngineWorld
 
 from penelope_jax.config import EngineConfig
 from penelope_jax.events import MoveDone
