@@ -46,15 +46,12 @@ def demote(
     host = cache.host
     device_ids: list[np.ndarray] = []
     host_ids: list[np.ndarray] = []
-    left = num_pages
-    while left > 0 and host.num_free:
+    left = min(num_pages, host.num_free)
+    while left > 0:
         found = leaf_order.oldest_entry(edit.device_leaves)
         if found is None or (newest is not None and found[0] > newest):
             break
         for node, first, last in _CHOOSERS[policy.start](edit, edit.nodes[found[1]], left):
-            last = min(last, first + host.num_free)
-            if last == first:
-                break
             host, new_ids = pages.take(host, last - first)
             device_ids.append(node.page_ids[first:last])
             host_ids.append(new_ids)
