@@ -96,13 +96,14 @@ class TreeEdit:
         self.nodes[new.node_id] = new
 
     def stamp(self, node: Node) -> Node:
-        """Stamps the node where a touch ended, and the device leaf above it if all below that is on the host."""
+        """Stamps the node where a touch ended and, while nothing below is on the device or pinned, what is above it.
+
+        So the device leaf above has the stamp at once, and others have it when they become one.
+        """
         now = self.tick()
         stamped = self.put(node._replace(stamp=now))
         while self.tiered and node.parent_id != NO_PAGE and not is_busy(node):
-            node = self.nodes[node.parent_id]
-            if is_device_leaf(node):
-                self.put(node._replace(stamp=now))
+            node = self.put(self.nodes[node.parent_id]._replace(stamp=now))
         return stamped
 
     def new_id(self) -> int:
