@@ -56,14 +56,24 @@ class Report(Compared):
 
     Attributes:
         evicted_pages: by the small cache.
-        pages, page_bytes: resident pages of the small cache at the end, and their size.
+        demoted_pages, loaded_pages, prefetched_pages, swapped_loads, lost_pages: of its engine, see `EngineCounters`.
+        failed_moves: its moves that did not happen.
+        pages, page_bytes: resident pages of the small cache at the end, copies too, and their size.
+        host_pages: those of them on the host.
         unmatched_pages: of these, pages whose history the large cache does not hold.
         page_bits: differing bits.
         perturbed: "" or which page was changed on purpose.
     """
 
     evicted_pages: int
+    demoted_pages: int
+    loaded_pages: int
+    prefetched_pages: int
+    swapped_loads: int
+    lost_pages: int
+    failed_moves: int
     pages: int
+    host_pages: int
     page_bytes: int
     unmatched_pages: int
     page_bits: int
@@ -75,6 +85,7 @@ class Report(Compared):
 
     def text(self) -> str:
         """Returns the report, a few lines."""
+        host = f", {self.host_pages:,} of them on the host" if self.host_pages else ""
         scored = self.scored_recomputed + self.scored_reused + self.scored_new
         rows = [
             ("requests", self.requests, f"{self.evicted_pages:,} pages evicted, {self.reused_tokens:,} tokens reused"),
@@ -99,11 +110,24 @@ class Report(Compared):
                 "pages",
                 self.pages,
                 (
-                    f"resident at the end, {self.page_bytes:,} bytes: {self.page_bits:,} differing bits, "
+                    f"resident at the end{host}, {self.page_bytes:,} bytes: {self.page_bits:,} differing bits, "
                     f"{self.unmatched_pages:,} unmatched"
                 ),
             ),
         ]
+        if self.demoted_pages or self.loaded_pages:
+            rows.insert(
+                2,
+                (
+                    "moved pages",
+                    self.demoted_pages + self.loaded_pages,
+                    (
+                        f"{self.demoted_pages:,} demoted, {self.loaded_pages:,} loaded ({self.prefetched_pages:,} ahead, "
+                        f"{self.swapped_loads:,} through the swap buffer); {self.failed_moves:,} moves failed, "
+                        f"{self.lost_pages:,} pages lost"
+                    ),
+                ),
+            )
         lines = [f"{name:<14} {number:>9,}  {text}" for name, number, text in rows]
         if self.perturbed:
             lines.append(f"perturbed      {self.perturbed}")

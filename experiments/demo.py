@@ -51,6 +51,7 @@ def compare_policies(args: argparse.Namespace) -> bool:
         host_tokens=0,
         swap_tokens=engine_flags.SWAP_TOKENS,
         prefetch_tokens=engine_flags.PREFETCH_TOKENS,
+        max_moving_tokens=0,
         load_units="0",
         scheduler="lpm",
         max_wait_s=60.0,

@@ -76,6 +76,13 @@ def add_cache_flags(group: "argparse._ArgumentGroup", *, page_size: int = 64, se
         "--prefetch-tokens", type=int, default=PREFETCH_TOKENS, metavar="N", help="most loaded ahead for the queue"
     )
     group.add_argument(
+        "--max-moving-tokens",
+        type=int,
+        default=0,
+        metavar="N",
+        help="most tokens moving between the tiers at once; 0: a step's and the swap buffer's",
+    )
+    group.add_argument(
         "--page-size", type=int, default=page_size, metavar="N", help=f"tokens a page, a power of two ({page_size})"
     )
     group.add_argument(

@@ -115,6 +115,7 @@ def check_flags(args: argparse.Namespace) -> None:
             host_tokens=args.host_tokens,
             swap_tokens=args.swap_tokens,
             prefetch_tokens=args.prefetch_tokens,
+            max_moving_tokens=args.max_moving_tokens,
             load_units=load_units(args),
             page_size=size,
             scheduler=args.scheduler,
@@ -209,6 +210,7 @@ def engine_config(
             host_tokens=args.host_tokens,
             swap_tokens=args.swap_tokens,
             prefetch_tokens=args.prefetch_tokens,
+            max_moving_tokens=args.max_moving_tokens,
             load_units=load_units(args),
             page_size=size,
             policy=policy,
@@ -255,6 +257,9 @@ def make_executor(
                 max_context=config.max_context,
                 max_segments=config.max_step_segments,
                 max_step_tokens=config.max_step_tokens,
+                num_host_pages=config.num_host_pages + config.num_swap_pages,
+                # Of two caches a node may be larger than the bound; it then goes alone.
+                max_moving_pages=None if config.policy.inclusive else config.max_moving_pages,
                 **options,
             )
         except jax.errors.JaxRuntimeError as error:

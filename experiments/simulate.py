@@ -83,7 +83,7 @@ class Setting:
         """Returns the `config` of the JSON document: in tokens and units of the trace."""
         scale = self.timer.scale
         document = engine_options.config_document(config, model=self.model.name, sessions=num_sessions)
-        for name in (*_SCALED_FLAGS, "output_reserve", "max_moving_tokens"):
+        for name in (*_SCALED_FLAGS, "output_reserve"):
             document[name] *= scale
         document["load_units"] *= scale**2
         document["linear_cost"] = self.costs.linear_cost
@@ -95,6 +95,7 @@ _SCALED_FLAGS = (
     "host_tokens",
     "swap_tokens",
     "prefetch_tokens",
+    "max_moving_tokens",
     "page_size",
     "max_step_tokens",
     "max_context",

@@ -9,12 +9,13 @@ import pytest
 from penelope_jax import cli, radix_tree
 from penelope_jax.config import POLICIES, EngineConfig
 from penelope_jax.experiments import command
+from penelope_jax.experiments.perturbers import HolePerturber
 from penelope_jax.experiments.synthesize import SynthesisOptions, synthesize
 from penelope_jax.experiments.traces import write_jsonl
 from penelope_jax.experiments.verify import chosen, large_pool_pages, resident_histories, verify
 from penelope_jax.histories import insert
 from penelope_jax.models import registry
-from penelope_jax.pages import take
+from penelope_jax.pages import Tier, take
 
 PAGE = 16
 
@@ -63,7 +64,7 @@ def test_all_bits_are_equal(model, config, sessions):
 
 
 def test_control_a_changed_bit_is_found(model, config, sessions):
-    report = verify(model, config, sessions, score_share=0.5, perturb=True)
+    report = verify(model, config, sessions, score_share=0.5, perturb=HolePerturber)
     assert not report.identical and report.text().endswith("\nDIFFERENT")
     assert report.output_bits + report.score_bits + report.page_bits > 0
     assert report.perturbed.startswith("one bit of a key at position ")
@@ -71,7 +72,7 @@ def test_control_a_changed_bit_is_found(model, config, sessions):
 
 def test_control_nothing_to_change_without_holes(model, config, sessions):
     roomy = dataclasses.replace(config, device_tokens=(large_pool_pages(sessions, config) - 1) * PAGE)
-    report = verify(model, roomy, sessions, score_share=0.0, perturb=True)
+    report = verify(model, roomy, sessions, score_share=0.0, perturb=HolePerturber)
     assert report.identical and report.perturbed == "nothing: no hole was refilled"
 
 
@@ -111,8 +112,9 @@ def test_pages_are_named_by_their_whole_history():
         pool, page_ids = take(cache.device, len(tokens) // 4)
         cache = dataclasses.replace(cache, device=pool)
         cache, _ = insert(cache, np.array(tokens, np.int32), page_ids)
-    names = dict(resident_histories(cache))
-    assert len(names) == 4 and len(set(names.values())) == 4
+    found = list(resident_histories(cache))
+    assert len({item.digest for item in found}) == len({item.page_id for item in found}) == 4
+    assert {item.tier for item in found} == {Tier.DEVICE}
 
 
 def test_the_large_pool_holds_every_history(sessions, config):
