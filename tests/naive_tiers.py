@@ -58,9 +58,9 @@ class NaiveTiers(NaiveCache):
             (end,) = below
         return self.node_of(end)
 
-    def closed(self, place: Key | None, known: set[Key], pinned: set[Key]) -> bool:
-        """Whether the private part of a history ends below this page: it is no page, missing, pinned or shared."""
-        return place is None or place not in self.resident or place in pinned or len(self.below(place, known)) >= 2
+    def closed(self, place: Key, known: set[Key], pinned: set[Key]) -> bool:
+        """Whether the private part of a history ends below this page: it is missing, pinned or shared."""
+        return place not in self.resident or place in pinned or len(self.below(place, known)) >= 2
 
     # Eviction from both tiers.
 
@@ -77,9 +77,11 @@ class NaiveTiers(NaiveCache):
 
     def private_run(self, leaf: Key) -> list[Key]:
         known, pinned, run = self.known(), self.pinned(), [leaf]
-        while not self.closed(place := self.above(run[0]), known, pinned) and place not in self.moving:
+        while True:
+            place = self.above(run[0])
+            if place is None or place in self.moving or self.closed(place, known, pinned):
+                return run
             run.insert(0, place)
-        return run
 
     def evict(self, num_pages: int, policy: Policy) -> Freed:
         """Returns what was freed; device ids as they are, host ids as -1 - id."""
@@ -111,10 +113,10 @@ class NaiveTiers(NaiveCache):
         if policy.start is Start.LEAF_TAIL:
             return on_device[-num_pages:]
         known, pinned, chain = self.known(), self.pinned(), list(node)
-        while all(place in self.resident for place in chain) and not self.closed(
-            above := self.above(chain[0]), known, pinned
-        ):
-            assert above is not None
+        while all(place in self.resident for place in chain):
+            above = self.above(chain[0])
+            if above is None or self.closed(above, known, pinned):
+                break
             chain = self.node_of(above) + chain
         missing = [index for index, place in enumerate(chain) if place not in self.resident]
         behind = chain[missing[-1] + 1 :] if missing else chain

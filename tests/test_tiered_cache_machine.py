@@ -16,11 +16,12 @@ from naive_tiers import NaiveTiers
 from test_cache_machine import Held, content_of, tokens_of
 
 from penelope_jax import demotion, eviction, histories, leaf_order, pages, radix_tree, tiers
-from penelope_jax.config import POLICIES, Policy
+from penelope_jax.config import POLICIES, Policy, Start
 from penelope_jax.invariants import check_cache
 from penelope_jax.pages import NO_PAGE, Tier
-from penelope_jax.radix_tree import STILL, CacheState
+from penelope_jax.radix_tree import STILL, CacheState, Node
 from penelope_jax.tiers import Load
+from penelope_jax.tree_edit import TreeEdit
 
 MIN_OPERATIONS = 20_000
 RUN = 120  # operations from one seed
@@ -206,15 +207,9 @@ class Run:
         self.happened["evicted from the host"] += len(on_host - self.model.on_host)
 
     def demotes(self, num_pages: int, policy: Policy, *, spares: bool = False) -> dict[int, int]:
-        """Plans demotions; the same pages in the same order. Evicts nothing.
+        """Plans demotions; the same pages in the same order. Evicts nothing. Returns host id -> device id.
 
-        Args:
-            num_pages: pages to demote.
-            policy: which first.
-            spares: whether only pages up to some age are to go. The two clocks tick differently, but in the same order.
-
-        Returns:
-            Host id -> device id.
+        With `spares` only pages up to some age may go. The two clocks tick differently, but in the same order.
         """
         before = set(self.model.resident)
         newest, stamp = None, None
@@ -364,3 +359,39 @@ def test_both_tiers_agree_with_the_naive_model():
 @pytest.mark.slow
 def test_both_tiers_agree_with_the_naive_model_at_length():
     run(range(10_000, 10_000 + 10 * MIN_OPERATIONS // RUN + 1))
+
+
+# Controls: a fault must be noticed.
+
+
+def stamp_where_the_touch_ended(edit: TreeEdit, node: Node) -> Node:
+    return edit.put(node._replace(stamp=edit.tick()))
+
+
+def keep_both_places(cache: CacheState, move_id: int) -> CacheState:
+    """Lets a load arrive and forgets to give its host pages back."""
+    after = ARRIVE(cache, move_id)
+    return dataclasses.replace(after, host=cache.host)
+
+
+ARRIVE = tiers.arrive
+
+
+@pytest.mark.parametrize(
+    ("target", "name", "fault"),
+    [
+        (demotion._CHOOSERS, Start.LEAF_TAIL, demotion._leaf_head),
+        (demotion._CHOOSERS, Start.PRIVATE_FRONT, demotion._leaf_tail),
+        (eviction, "held", lambda node: None),
+        (tiers, "arrive", keep_both_places),
+        (TreeEdit, "stamp", stamp_where_the_touch_ended),
+    ],
+    ids=["head for tail", "tail for front", "what moves is evicted", "host pages leak", "a stamp does not go up"],
+)
+def test_a_fault_is_noticed(monkeypatch: pytest.MonkeyPatch, target, name, fault):
+    if isinstance(target, dict):
+        monkeypatch.setitem(target, name, fault)
+    else:
+        monkeypatch.setattr(target, name, fault)
+    with pytest.raises((AssertionError, ValueError, KeyError)):
+        run(range(40))
