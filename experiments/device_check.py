@@ -22,7 +22,7 @@ From a checkout in which the package is not installed, without a network, either
     python -m pip install --no-deps --no-build-isolation -e . && python -m penelope_jax.experiments.device_check
     python -c 'import penelope_jax as p, runpy; p.__path__.append("."); runpy.run_module("penelope_jax.experiments.device_check", run_name="__main__")'
 
-It needs jax with its CUDA plugin, flax, numpy, absl-py and tqdm. Without a GPU: --dry runs everything in tiny sizes on
+It needs jax with its CUDA plugin, flax, numpy, absl-py and tqdm, no other package. Without a GPU: --dry runs everything in tiny sizes on
 the CPU, where no time means anything; --compile-only compiles every program in its real size for an H200 that is not
 there (extra `aot`, see `aot_check.py`).
 """
@@ -44,8 +44,7 @@ from typing import Any
 
 from penelope_jax.errors import InputError
 from penelope_jax.experiments import command, device_supervisor, engine_options
-from penelope_jax.experiments.device_report import Result, describe, table
-from penelope_jax.metrics import write_json
+from penelope_jax.experiments.device_report import Result, describe, table, write_document
 
 # Part: module, and its functions that yield programs and that run.
 PARTS = {
@@ -253,7 +252,7 @@ def run(args: argparse.Namespace) -> int:
         if code:
             return code
         code = summary(document)
-        write_json(path, document)
+        write_document(path, document)
     return code
 
 

@@ -14,8 +14,7 @@ import jax
 
 from penelope_jax.experiments import aot_cuda
 from penelope_jax.experiments.device_host import Host, Program
-from penelope_jax.experiments.device_report import describe, table
-from penelope_jax.metrics import write_json
+from penelope_jax.experiments.device_report import describe, table, write_document
 from penelope_jax.models.layers import MESH_AXES
 
 
@@ -44,7 +43,7 @@ def compile_parts(
             rows.append(row)
             problems += [f"{name}, {program.name}: {text}" for text in found]
             if path:
-                write_json(path, document)
+                write_document(path, document)
     print(table(rows))
     for text in problems:
         print(f"FAILED {text}")

@@ -2,7 +2,10 @@
 
 import contextlib
 import dataclasses
+import json
 import math
+import os
+import pathlib
 import sys
 import time
 import traceback
@@ -94,6 +97,13 @@ class Result:
             "skipped": self.skipped,
             "running": self.running,
         }
+
+
+def write_document(path: str | os.PathLike[str], document: dict[str, Any]) -> None:
+    """Writes JSON; the file appears whole or not at all."""
+    part = pathlib.Path(f"{os.fspath(path)}.part")
+    part.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    part.replace(path)
 
 
 def describe(error: BaseException) -> str:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from penelope_jax.metrics import write_json
+from penelope_jax.experiments.device_report import write_document
 
 AGAIN = 75  # exit code of a child that wants a new one for the parts that are left
 _POLL_S = 0.1
@@ -38,7 +38,7 @@ def supervise(child: Child, names: list[str], document: dict[str, Any], path: pa
     """
     left = names
     while left:
-        write_json(path, document)
+        write_document(path, document)
         code, reason = _watch(child, left, document, path, limit_s)
         document.update(json.loads(path.read_text(encoding="utf-8")))
         parts = document["parts"]
@@ -63,7 +63,7 @@ def _watch(
     """Runs one child to its end; returns its exit code, None where it was killed, and how it ended in words."""
 
     def main() -> None:
-        sys.exit(child(names, document, lambda: write_json(path, document)))
+        sys.exit(child(names, document, lambda: write_document(path, document)))
 
     process = multiprocessing.get_context("fork").Process(target=main, daemon=True)
     begin = time.time()

@@ -132,6 +132,24 @@ def test_the_command_writes_what_it_did(tmp_path):
     assert "no time or rate above means anything" in done.stdout
 
 
+def test_it_needs_few_packages_and_no_installation():
+    """On a host that has jax but not what the cache, checkpoints and tokenizers need, from a bare checkout."""
+    absent = ("immutables", "orbax", "tokenizers", "safetensors", "jinja2", "hypothesis", "pytest", "matplotlib")
+    code = f"""
+import importlib, sys
+sys.meta_path[:] = [finder for finder in sys.meta_path if "__editable__" not in str(finder)]
+sys.modules.update(dict.fromkeys({absent}))
+import penelope_jax
+penelope_jax.__path__.append(".")
+for module in {sorted({f"penelope_jax.experiments.{part[0]}" for part in device_check.PARTS.values()})} + [
+    "penelope_jax.experiments.device_check", "penelope_jax.experiments.device_compile"
+]:
+    importlib.import_module(module)
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+
+
 def test_without_a_gpu_it_says_what_can_run():
     done = command("--part", "ceilings", JAX_PLATFORMS="cpu")
     assert done.returncode == 2
