@@ -120,7 +120,7 @@ def give_back(pool: PagePool, page_ids: np.ndarray) -> PagePool:
     ids = np.array(page_ids, dtype=np.int32)
     if ids.min() < 0 or ids.max() >= pool.num_pages:
         raise ValueError(f"page id {int(ids.min())}..{int(ids.max())} is outside [0, {pool.num_pages}).")
-    if len(ids) > 1 and len(np.unique(ids)) != len(ids):
+    if len(set(ids.tolist())) != len(ids):
         raise ValueError(f"page ids given back twice: {ids.tolist()}.")
     if pool.num_free + len(ids) > pool.num_pages:
         raise ValueError(f"{len(ids)} pages given back, but only {pool.num_pages - pool.num_free} are out.")
