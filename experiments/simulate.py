@@ -4,9 +4,10 @@ The engine, its driver and the closed loop are those that serve; only the execut
 and a copy would take (`step_time.py`) and moves a virtual clock. So a simulation tells how often something is
 recomputed exactly, and how long that takes as well as the cost model does.
 
-Flags and results count tokens of the trace. With --scale K the simulator takes K tokens as one, which is faster and
-coarser: page borders and chunks stay where they are, but outputs and prompts are cut to multiples of K, a decode row
-takes K tokens of a step's budget, and a request that arrives while others decode waits for up to K steps.
+Flags and results count tokens of the trace. With --scale K the simulator takes K tokens as one. Page borders and chunks
+stay where they are, but prompts and outputs are cut to multiples of K, a decode row takes K tokens of a step's budget,
+and whoever arrives while others decode waits for K of their steps, which adds the same to every policy's times and so
+makes them more alike. Like decode steps are counted at once anyway (`decode_runs.py`), so K = 1 is seldom much slower.
 """
 
 import argparse
