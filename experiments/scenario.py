@@ -1,8 +1,11 @@
 """`penelope scenario FILE`: runs a script that drives the cache and prints the tree after each step.
 
 A script is lines of commands. Each is printed with what it did and the state after it below it, or `(as before)`;
-`render` says how to read the tree. A history is written in letters, `S|A B x y`: a capitalised word is one page, any
-other word one token, and `|`, `[`, `]` mean nothing. `#` starts a comment. Examples are in `tests/golden/`.
+`render` says how to read the tree. There `A` is a page on the device, `Aₕ` one on the host, `A↓` one on its way to the
+host, `A↑` one on its way back, `A+ₕ` one on the device with a copy on the host, and `_` a missing one.
+
+A history is written in letters, `S|A B x y`: a capitalised word is one page, any other word one token, and `|`, `[`, `]`
+mean nothing. `#` starts a comment. Examples are in `tests/golden/`.
 
     cache [pages=16 page_size=4 policy=penelope scheduler=lpm step_tokens= ...]     a new engine; the first command
           [host=PAGES swap=1 prefetch=0 moving=PAGES load_units=UNITS moves=auto|manual]     with a host tier
