@@ -13,7 +13,7 @@ import pytest
 from attention_world import LAYER, Case, Shape, check_output, make_case
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, Mesh
-from step_world import GREEDY, History, geometry, plan, poison
+from step_world import GREEDY, History, dense_logits, geometry, plan, poison
 
 from penelope_jax.executor import JaxExecutor
 from penelope_jax.kernels import paged_attention, tpu_attend
@@ -28,12 +28,11 @@ KINDS = {"v5e": "TPU v5 lite", "v5p": "TPU v5", "v6e": "TPU v6 lite", "tpu7x": "
 WITH_RACES = pltpu.InterpretParams(detect_races=True, dma_execution_mode="eager", vector_clock_size=64)
 LATE = pltpu.InterpretParams()
 
-# Tiny: one chunk of keys a step, so that there are many. Its second core takes every other block.
-TINY, ONE_CORE, SMALL_BLOCKS = "tiny", "one core", "small blocks"
+# One chunk of keys a step, so that there are many steps; blocks of 16 rows; of the two cores each takes every other block.
+TWO_CORES, ONE_CORE = "two cores", "one core"
 OTHERS = {
-    TINY: Generation(step_bytes=1, vmem_bytes=2**26, cores=2),
+    TWO_CORES: Generation(step_bytes=1, vmem_bytes=1, cores=2),
     ONE_CORE: Generation(step_bytes=1, vmem_bytes=2**26),
-    SMALL_BLOCKS: Generation(step_bytes=2**20, vmem_bytes=1, cores=2),
 }
 
 
@@ -46,15 +45,20 @@ def other_generations(monkeypatch):
 
 
 def run(case: Case, generation: str, interpret=True) -> np.ndarray:
+    attended = program(case.shape, generation, interpret)(case.q, case.pool, LAYER, case.tiles, case.page_table)
+    return np.asarray(attended.astype(jnp.float32))
+
+
+@functools.cache
+def program(shape: Shape, generation: str, interpret):
     attend = functools.partial(
         paged_attention_tpu,
-        q_tile=case.shape.q_tile,
-        scale=case.shape.head_dim**-0.5,
+        q_tile=shape.q_tile,
+        scale=shape.head_dim**-0.5,
         interpret=interpret,
         generation=generation,
     )
-    attended = jax.jit(attend)(case.q, case.pool, LAYER, case.tiles, case.page_table)
-    return np.asarray(attended.astype(jnp.float32))
+    return jax.jit(attend)
 
 
 def test_no_races_between_steps_and_blocks():
@@ -62,11 +66,11 @@ def test_no_races_between_steps_and_blocks():
     positions = (0, 1030, 511, 600, 512)
     spans = {index: [(position, position + 1)] for index, position in enumerate(positions)}
     case = make_case(Shape(8, 1, 128, 128, 2), spans, {3: (1, 4)})
-    out = check_output(case, run(case, TINY, WITH_RACES))
+    out = check_output(case, run(case, TWO_CORES, WITH_RACES))
     np.testing.assert_array_equal(out, run(case, ONE_CORE, LATE))
     table = case.page_table.copy()
     table[2, 0] = -1
-    spoilt = run(dataclasses.replace(case, page_table=table), TINY, WITH_RACES)
+    spoilt = run(dataclasses.replace(case, page_table=table), TWO_CORES, WITH_RACES)
     others = np.array([history != 2 for history, _ in case.rows])
     assert np.isnan(spoilt[: len(case.rows)][~others]).all()
     np.testing.assert_array_equal(spoilt[: len(case.rows)][others], out[: len(case.rows)][others])
@@ -74,7 +78,7 @@ def test_no_races_between_steps_and_blocks():
 
 def test_no_races_in_a_hole_and_new_tokens():
     case = make_case(Shape(4, 2, 128, 64, 32), {0: [(64, 128), (500, 515)], 1: [(130, 131)]}, {1: (0, 2)})
-    check_output(case, run(case, TINY, WITH_RACES))
+    check_output(case, run(case, TWO_CORES, WITH_RACES))
 
 
 @pytest.mark.parametrize("missing_keys", [128, 512], ids=["for a page", "for a whole step"])
@@ -93,9 +97,8 @@ def test_control_the_interpreter_sees_a_missing_wait(monkeypatch, missing_keys):
 
     monkeypatch.setattr(tpu_attend.pltpu, "make_async_copy", Copy)
     case = make_case(Shape(8, 1, 128, 128, 2), {0: [(600, 601)]})
-    assert np.isnan(run(case, ONE_CORE, LATE)).any()
     with pytest.raises(jax.errors.JaxRuntimeError, match="(?i)race"):
-        run(case, ONE_CORE, WITH_RACES)
+        program.__wrapped__(case.shape, ONE_CORE, WITH_RACES)(case.q, case.pool, LAYER, case.tiles, case.page_table)
     pltpu.reset_tpu_interpret_mode_state()
 
 
@@ -103,8 +106,7 @@ def test_bits_do_not_depend_on_the_generation():
     """Nor on how many keys a step has, into how many blocks tiles are cut, or how many cores there are."""
     case = make_case(Shape(4, 1, 128, 64, 32), {0: [(490, 555)], 1: [(1100, 1101)]})
     out = check_output(case, run(case, "v6e"))
-    for generation in (TINY, SMALL_BLOCKS):
-        np.testing.assert_array_equal(run(case, generation), out)
+    np.testing.assert_array_equal(run(case, TWO_CORES), out)
 
 
 def test_the_step_on_two_devices_uses_it(monkeypatch):
@@ -116,24 +118,32 @@ def test_the_step_on_two_devices_uses_it(monkeypatch):
         return paged_attention_tpu(*arguments, interpret=True, **options)
 
     calls = []
+    monkeypatch.setattr(paged_attention, "_has_device", lambda kernel: kernel == "tpu")
+    monkeypatch.setitem(paged_attention.KERNELS, "tpu", interpreted)
     config = geometry(4, 2, 128, 64)
     mesh = Mesh(np.array(jax.devices()[:2]).reshape(1, 2), layers.MESH_AXES, axis_types=(AxisType.Auto,) * 2)
     params = random_weights.random_params(config, mesh)
-    sizes = {"num_pages": 8, "page_size": 16, "max_context": 64, "max_segments": 2, "max_step_tokens": 48}
+    executor = JaxExecutor(
+        config,
+        params,
+        num_pages=8,
+        page_size=16,
+        max_context=64,
+        max_segments=2,
+        max_step_tokens=48,
+        token_buckets=(48,),
+        scoring=True,
+    )
+    history = History(np.arange(3, 67), np.random.default_rng(0).permutation(8)[:4], scored=True)
+    scores = [*executor.run(plan(history.segment(0, 45))).scores]
+    poison(executor, history.pages[1:2])
+    hole, new = history.segment(16, 32, SegmentKind.PHANTOM), history.segment(45, 60, sample=GREEDY)
+    scores += executor.run(plan(hole, new)).scores
 
-    def outputs(**options):
-        executor = JaxExecutor(config, params, token_buckets=(48,), scoring=True, **sizes, **options)
-        history = History(np.arange(3, 67), np.random.default_rng(0).permutation(8)[:4], scored=True)
-        done = executor.run(plan(history.segment(0, 45)))
-        poison(executor, history.pages[1:2])
-        hole, new = history.segment(16, 32, SegmentKind.PHANTOM), history.segment(45, 60, sample=GREEDY)
-        return [*done.scores, *executor.run(plan(hole, new)).scores]
-
-    expected = outputs(implementation="cpu")
-    monkeypatch.setattr(paged_attention, "_has_device", lambda kernel: kernel == "tpu")
-    monkeypatch.setitem(paged_attention.KERNELS, "tpu", interpreted)
-    for scores, other in zip(outputs(), expected, strict=True):
-        np.testing.assert_allclose(scores, other, atol=2e-5, rtol=0)
+    expected = jax.nn.log_softmax(dense_logits(config, params, history.tokens))
+    expected = np.asarray(expected)[np.arange(60), history.tokens[1:61]]
+    for found, (start, stop) in zip(scores, ((0, 45), (16, 32), (45, 60)), strict=True):
+        np.testing.assert_allclose(found, expected[start:stop], atol=2e-5, rtol=0)
     assert set(calls) == {(8, config.num_layers, 2, 1, 16, 128)}
 
 
