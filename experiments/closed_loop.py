@@ -17,7 +17,7 @@ from penelope_jax.experiments.sessions import Conversation, Session
 from penelope_jax.metrics import Recorder
 from penelope_jax.segments import SamplingParams
 
-_MAX_IDLE_STEPS = 1000  # steps in a row without any update, before `play` calls the engine stuck
+_MAX_IDLE_STEPS = 10_000  # steps in a row without any update, most of them moves, before `play` calls the engine stuck
 
 
 class Call(NamedTuple):

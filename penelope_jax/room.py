@@ -14,7 +14,7 @@ import numpy as np
 
 from penelope_jax import demotion, eviction, histories, inclusive, pages, radix_tree, tiers
 from penelope_jax.config import EngineConfig
-from penelope_jax.moves import Move, MoveKind
+from penelope_jax.moves import MAX_MOVE_PAGES, Move, MoveKind
 from penelope_jax.pages import Tier
 from penelope_jax.radix_tree import CacheState
 from penelope_jax.segments import EvictedSpan
@@ -93,12 +93,12 @@ class Room:
         wanted = min(most, tiers.loadable(self.cache, node_ids, stop), self._moving_left)
         free = self.cache.device.num_free
         if wanted > free:
-            wanted = (
-                free + (min(wanted, self._moving_left - free) - free) // 2
-                if self._moving_left < 2 * wanted - free
-                else wanted
-            )
-        if wanted <= 0:
+            # For each page more than are free another one must move the other way.
+            wanted = min(wanted, free + (self._moving_left - free) // 2)
+        # Pages that come free one by one are waited for, else moves would be ever smaller. Half of the swap buffer at a
+        # time keeps both ways of the link busy.
+        enough = min(wanted, MAX_MOVE_PAGES, max(1, self.config.num_swap_pages // 2))
+        if wanted <= 0 or (free + self.cache.host.num_free < enough and self.cache.moves):
             return 0
         room = max(0, self._host_room())
         num_demoted = 0
@@ -106,8 +106,8 @@ class Room:
             self._write_back(wanted - free)
         else:
             num_demoted = self._demote(wanted - free, newest=newest)
-        number = min(wanted, self.cache.device.num_free)
-        if not number:
+        number = min(wanted, self.cache.device.num_free, self._moving_left)
+        if number <= 0:
             return 0
         num_swapped = min(number, max(0, num_demoted - room))
         self.cache, host_ids, device_ids = tiers.load(self.cache, node_ids, stop, number)
