@@ -198,7 +198,7 @@ def test_a_stuck_engine_is_an_error():
         def step(self):
             return []
 
-    with pytest.raises(RuntimeError, match="no progress in 1001 steps with 1 requests open"):
+    with pytest.raises(RuntimeError, match="no progress in 10001 steps with 1 requests open"):
         play(Stuck(), ClosedLoop([session("a", (5, 1, 0))], 1, VOCAB), Recorder(8, 1.0), StepClock())
 
 
