@@ -35,7 +35,12 @@ def add_trace_flags(parser: argparse.ArgumentParser, nargs: str = "+") -> None:
 
 
 def add_engine_flags(
-    parser: argparse.ArgumentParser, *, model: str | None = None, page_size: int = 64, sessions: int = 4
+    parser: argparse.ArgumentParser,
+    *,
+    model: str | None = None,
+    page_size: int = 64,
+    sessions: int = 4,
+    load_units: str = "auto",
 ) -> None:
     """Adds the flags of model, cache and engine. `--model` is required unless `model` gives a default."""
     group = parser.add_argument_group("model and engine")
@@ -54,9 +59,10 @@ def add_engine_flags(
     add_cache_flags(group, page_size=page_size, sessions=sessions)
     group.add_argument(
         "--load-units",
-        default="0",
-        metavar="N",
-        help="units that loading a host page costs; a page that is cheaper to compute is computed; 0: all are loaded",
+        default=load_units,
+        metavar="auto|N",
+        help="units that loading a host page costs; a page that is cheaper to compute is computed; 0: all are loaded; "
+        f"auto: measured at the start ({load_units})",
     )
 
 

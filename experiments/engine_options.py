@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 PRESSURE = 0.45  # default device pool, as a share of what the live sessions need in the end
 HEADROOM = 1.5  # and at least this many times the longest request
 MOST_SESSIONS = 4096  # live at once; each takes rows of every compiled step
+AUTO = "auto"  # of --load-units
 MAX_STEP_TOKENS = 8192  # SGLang's prefill chunk, which sets the node size of its tree
 
 
@@ -135,7 +136,9 @@ def insert_unit(args: argparse.Namespace) -> InsertUnit | None:
 
 
 def load_units(args: argparse.Namespace) -> float:
-    """Returns `--load-units`. Raises ValueError if it is not a number of at least 0."""
+    """Returns `--load-units`, 0 for auto: it is measured later. Raises ValueError for what is no number of at least 0."""
+    if args.load_units == AUTO:
+        return 0.0
     try:
         value = float(args.load_units)
     except ValueError:

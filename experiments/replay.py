@@ -17,13 +17,14 @@ import tqdm
 
 from penelope_jax.config import EngineConfig
 from penelope_jax.driver import Driver, Executor
-from penelope_jax.errors import InputError
+from penelope_jax.errors import InputError, bad_input
 from penelope_jax.event_log import EventLogWriter
-from penelope_jax.experiments import engine_flags, engine_options
+from penelope_jax.experiments import cache_directory, engine_flags, engine_options, load_cost
 from penelope_jax.experiments.closed_loop import Call, ClosedLoop, RealClock, play
 from penelope_jax.experiments.sessions import Session
 from penelope_jax.experiments.text_table import text_table
 from penelope_jax.metrics import Recorder, RequestRecord, summarize, write_json, write_records
+from penelope_jax.radix_tree import CacheState
 from penelope_jax.state import EngineCounters
 
 INTERRUPTED = 130  # exit code after Ctrl-C, as shells have it
@@ -36,6 +37,9 @@ class Replay:
     Attributes:
         records: one for each request that ended.
         counters: the engine's totals.
+        transfers: what the executor's moves did until the last request ended, and who waited for them; None of an
+            executor that does not tell.
+        cache: what is left, no pin and no move in it.
         fingerprint: hash of all sampled tokens by session and turn; equal fingerprints are equal outputs.
         wall_s: duration.
         partial: whether it was stopped before the end.
@@ -43,6 +47,8 @@ class Replay:
 
     records: tuple[RequestRecord, ...]
     counters: EngineCounters
+    transfers: dict[str, float] | None
+    cache: CacheState
     fingerprint: str
     wall_s: float
     partial: bool
@@ -102,20 +108,22 @@ def run_replay(
     label: str = "replay",
     overlap: bool = False,
     log: EventLogWriter | None = None,
+    cache: CacheState | None = None,
 ) -> Replay:
-    """Replays sessions in real time; Ctrl-C ends it early.
+    """Replays sessions in real time; Ctrl-C ends it early, and requests that are open then are aborted.
 
     Args:
-        config: of the engine; a new one starts with an empty cache.
-        executor: warmed up, with at least the configuration's pages.
+        config: of the engine.
+        executor: warmed up, with at least the configuration's pages; it has started over.
         sessions: what to replay.
         num_live: sessions alive at once.
         label: of the progress bar, which shows on a terminal only.
         overlap: whether the host plans a step while the device runs the one before.
         log: where events and plans are written.
+        cache: what to begin with; by default nothing.
     """
     clock = RealClock()
-    driver = Driver(config, executor, clock=clock, overlap=overlap, log=log)
+    driver = Driver(config, executor, clock=clock, overlap=overlap, log=log, cache=cache)
     recorder = Recorder(config.page_size, config.linear_cost)
     loop = ClosedLoop(sessions, num_live, config.vocab_size)
     fingerprint = Fingerprint()
@@ -131,13 +139,28 @@ def run_replay(
             bar.update()
 
         complete = play(driver, loop, recorder, clock, on_finish=finished, stop=stopped.is_set)
+    wall_s, counters = clock(), driver.state.counters
+    stats = getattr(executor, "transfer_stats", None)
+    if log is None:  # a log ends where the run was interrupted
+        leave(driver)
+    driver.drain_moves()
     return Replay(
         records=tuple(recorder.records),
-        counters=driver.state.counters,
+        counters=counters,
+        transfers=None if stats is None else dataclasses.asdict(stats),
+        cache=driver.state.cache,
         fingerprint=fingerprint.hexdigest(),
-        wall_s=clock(),
+        wall_s=wall_s,
         partial=not complete,
     )
+
+
+def leave(driver: Driver) -> None:
+    """Aborts what is open and runs until nothing is: then no pin is out."""
+    for request in (*driver.state.waiting, *driver.state.running):
+        driver.abort(request.request_id)
+    while not driver.idle:
+        driver.step()
 
 
 def summary(
@@ -148,8 +171,8 @@ def summary(
         replay.records,
         last_turns={session.session_id: session.last_turn for session in sessions},
         evicted_pages=replay.counters.evicted_pages,
-        moved_pages=getattr(replay.counters, "moved_pages", 0),
-        swapped_loads=getattr(replay.counters, "swapped_loads", 0),
+        moved_pages=replay.counters.moved_pages,
+        swapped_loads=replay.counters.swapped_loads,
         config=config,
         run={
             **run,
@@ -159,11 +182,14 @@ def summary(
             "steps": replay.counters.steps,
             "phantom_segments": replay.counters.phantom_segments,
             "retractions": replay.counters.retractions,
+            **{name: getattr(replay.counters, name) for name in _MOVE_COUNTERS},
+            "transfers": replay.transfers,
         },
         per_request=per_request,
     )
 
 
+_MOVE_COUNTERS = ("demoted_pages", "loaded_pages", "prefetched_pages", "lost_pages")
 _COLUMNS = (
     ("policy", "<", lambda d: d["config"]["policy"]),
     ("requests", ">", lambda d: f"{d['requests']:,}"),
@@ -177,20 +203,35 @@ _COLUMNS = (
     ("evicted pages", ">", lambda d: f"{d['evicted_pages']:,}"),
     ("outputs", "<", lambda d: d["run"]["fingerprint"][:10]),
 )
+_HOST_COLUMNS = (
+    ("host hit", ">", lambda d: _share(d["tokens"]["host_hit"], d["tokens"]["prompt"])),
+    ("demoted", ">", lambda d: f"{d['run']['demoted_pages']:,}"),
+    ("loaded", ">", lambda d: f"{d['run']['loaded_pages']:,}"),
+    ("ahead", ">", lambda d: f"{d['run']['prefetched_pages']:,}"),
+    ("swapped", ">", lambda d: f"{d['swapped_loads']:,}"),
+    ("waited s", ">", lambda d: "-" if d["run"]["transfers"] is None else f"{d['run']['transfers']['wait_s']:.2f}"),
+)
 
 
 def _seconds(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
+def _share(number: int, total: int) -> str:
+    return f"{number / total:.1%}" if total else "-"
+
+
 def table(documents: Sequence[dict[str, Any]]) -> str:
     """Returns the comparison of several replays as text, one line each."""
-    rows = [[name for name, _, _ in _COLUMNS]]
+    columns = _COLUMNS
+    if any(document["config"]["host_tokens"] for document in documents):
+        columns = (*_COLUMNS[:-1], *_HOST_COLUMNS, _COLUMNS[-1])
+    rows = [[name for name, _, _ in columns]]
     for document in documents:
-        rows.append([text(document) for _, _, text in _COLUMNS])
+        rows.append([text(document) for _, _, text in columns])
         if document["run"]["partial"]:
             rows[-1][0] += " (partial)"
-    return text_table(rows, [align for _, align, _ in _COLUMNS])
+    return text_table(rows, [align for _, align, _ in columns])
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -204,6 +245,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", metavar="FILE", help="write the summary here, and one line a request beside it")
     parser.add_argument("--event-log", metavar="FILE", help="write every event here, a new file, for penelope inspect")
+    parser.add_argument(
+        "--cache-dir", metavar="DIR", help="begin with the cache that was saved here, and save it again at the end"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -216,20 +260,37 @@ def run(args: argparse.Namespace) -> int:
         if log_file is not None and pathlib.Path(log_file).exists():
             raise InputError(f"--event-log {log_file}: exists; a log is never written over.")
     engine_options.check_flags(args)
+    cache_directory.check_flags(args, len(policies))
     model = engine_options.load_model(args)
     max_context = engine_options.context_limit(args, model)
     trace = engine_options.load_trace(args, max_context)
     configs = [engine_options.engine_config(args, model, trace.sessions, policy, max_context) for policy in policies]
-    executor = engine_options.make_executor(model, configs[0], deterministic=args.deterministic)
+    if args.cache_dir is not None:
+        configs = [cache_directory.named_config(config, model) for config in configs]
+    # One executor serves all; where one policy moves whole nodes, it must not bound moves.
+    like = next((config for config in configs if config.policy.inclusive), configs[0])
+    executor = engine_options.make_executor(model, like, deterministic=args.deterministic)
+    if args.cache_dir is not None:
+        cache_directory.check(args.cache_dir, like, executor)
+    host = f", host {like.host_tokens:,}" if like.host_tokens else ""
     print(
         f"{len(trace.sessions)} sessions, {trace.num_requests} requests; {model.name}; device pool "
-        f"{configs[0].device_tokens:,} tokens; {args.sessions} sessions live."
+        f"{like.device_tokens:,}{host} tokens; {args.sessions} sessions live."
     )
     num_programs = engine_options.warm_up(executor)
     environment = engine_options.environment()
+    measured = None
+    if like.host_tokens and args.load_units == engine_options.AUTO:
+        with bad_input():
+            measured = load_cost.measure_load_cost(executor, like)
+        print(measured.text())
+        configs = [dataclasses.replace(config, load_units=measured.load_units) for config in configs]
 
     documents = []
     for config, log_file in zip(configs, log_files, strict=True):
+        if config.host_tokens:
+            executor.start_over()
+        cache = None if args.cache_dir is None else cache_directory.restore(args.cache_dir, config, executor)
         compiled = executor.num_compilations
         with contextlib.ExitStack() as stack:
             log = None
@@ -244,6 +305,7 @@ def run(args: argparse.Namespace) -> int:
                 label=config.policy.name,
                 overlap=not args.no_overlap,
                 log=log,
+                cache=cache,
             )
             if log is not None and replay.partial:
                 log.close("an interruption")
@@ -266,6 +328,7 @@ def run(args: argparse.Namespace) -> int:
             "skipped_entries": len(trace.problems),
             "programs": num_programs,
             "compiled_in_run": executor.num_compilations - compiled,
+            "load_cost": None if measured is None else dataclasses.asdict(measured),
         }
         per_request = _records_file(args.json, config.policy.name, len(configs))
         documents.append(summary(replay, trace.sessions, settings, run_info, per_request))
@@ -284,6 +347,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"Outputs are {'identical' if same else 'different'} under these policies.")
     if args.json:
         write_json(args.json, documents[0] if len(configs) == 1 else documents)
+    if args.cache_dir is not None:
+        cache_directory.save(args.cache_dir, configs[0], replay.cache, executor)
     return INTERRUPTED if documents[-1]["run"]["partial"] else 0
 
 

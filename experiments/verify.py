@@ -241,7 +241,7 @@ def _contents(
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of the command."""
     engine_flags.add_trace_flags(parser, nargs="*")
-    engine_flags.add_engine_flags(parser, model="random:tiny", page_size=16, sessions=6)
+    engine_flags.add_engine_flags(parser, model="random:tiny", page_size=16, sessions=6, load_units="0")
     parser.add_argument("--policy", default="penelope", metavar="NAME", help="of the small cache")
     parser.add_argument(
         "--score-share", type=float, default=0.25, metavar="X", help="share of the prompts scored (0.25)"
@@ -270,6 +270,8 @@ def run(args: argparse.Namespace) -> int:
         for flag in ("perturb_host", "slow_moves", "fail_moves"):
             if getattr(args, flag):
                 raise InputError(f"--{flag.replace('_', '-')} needs a host tier: --host-tokens N.")
+    if args.load_units == engine_options.AUTO:
+        raise InputError("--load-units auto: a measured time differs from run to run; verify takes a number.")
     if args.perturb and args.perturb_host:
         raise InputError("--perturb and --perturb-host: one at a time.")
     with bad_input():

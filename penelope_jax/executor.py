@@ -249,6 +249,10 @@ class JaxExecutor:
         self._check_pool()
         return self._transfer.finish(self._put_pages, wait=wait)
 
+    def start_over(self) -> None:
+        """Forgets host pages and what was counted of moves, for another engine; none may be under way."""
+        self._transfer.start_over()
+
     @property
     def num_moving_pages(self) -> int:
         """Pages of moves that have not ended."""
@@ -256,7 +260,7 @@ class JaxExecutor:
 
     @property
     def transfer_stats(self) -> TransferStats:
-        """What was moved, and who stood still for it."""
+        """What was moved, and who stood still for it, since `start_over`."""
         return self._transfer.stats
 
     @property

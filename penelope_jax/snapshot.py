@@ -116,6 +116,18 @@ def save_snapshot(
     return Saved(path, outline.num_rows, outline.num_rows * executor.host_pages.page_bytes)
 
 
+def check_snapshot(directory: str | os.PathLike[str], config: EngineConfig, executor: "JaxExecutor") -> None:
+    """Raises InputError if `restore_snapshot` would: before anything that takes long. Damage is no reason."""
+    found = _snapshots(pathlib.Path(directory))
+    if found:
+        path = found[max(found)]
+        try:
+            header = _read_header(path / HEADER_FILE)
+        except (OSError, ValueError):
+            return
+        _check_identity(path, header, config, executor)
+
+
 def restore_snapshot(directory: str | os.PathLike[str], config: EngineConfig, executor: "JaxExecutor") -> Restored:
     """Reads the snapshot of a directory, if there is one, and puts its pages into the executor's memory.
 

@@ -196,6 +196,17 @@ class PageTransfer:
         done = tuple(move_id for move_id, is_done in ended.items() if is_done)
         return done, tuple(move_id for move_id, is_done in ended.items() if not is_done)
 
+    def start_over(self) -> None:
+        """Forgets the host pages and counts from zero: an engine begins with an empty cache.
+
+        Raises:
+            RuntimeError: moves of the one before have not been told.
+        """
+        if self._moving or self._ended:
+            raise RuntimeError(f"{len(self._moving) + len(self._ended)} moves have not been told; drain them first.")
+        self.host_pages.drop(range(self.host_pages.num_pages))
+        self.stats = TransferStats()
+
     def _start(self, kv_pool: jax.Array, moving: _Moving) -> str:
         """Starts the copies of a move; returns why it cannot be, or ""."""
         move, store = moving.move, self.host_pages
