@@ -71,7 +71,7 @@ def paged_attention_tpu(
         scale=scale,
     )
     tiles = jnp.pad(tiles, ((0, -tiles.shape[0] % geometry.generation.cores), (0, 0)))
-    geometry.check_smem(tiles.shape[0] * geometry.blocks_per_tile)
+    geometry.check_memory(tiles.shape[0] * geometry.blocks_per_tile)
 
     segment, first_row, first_position, num_valid = (tiles[:, column, None] for column in range(4))  # i32[tiles, 1]
     segment = jnp.clip(segment, 0, page_table.shape[0] - 1)

@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from penelope_jax.kernels.tpu_geometry import CHUNK, HEAD_DIM, Geometry
 
-_PAGES_AT_ONCE = 8  # copies that start in one run of instructions
+_PAGES_AT_ONCE = 4  # copies that start in one run of instructions
 _MASKED = -1e30  # finite: the difference of two masked scores is not NaN
 
 
@@ -95,7 +95,7 @@ def attend(
         ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"),
-            vmem_limit_bytes=geometry.generation.vmem_bytes,
+            vmem_limit_bytes=geometry.vmem_limit,
             disable_bounds_checks=True,
         ),
         cost_estimate=pl.CostEstimate(

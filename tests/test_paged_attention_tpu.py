@@ -28,10 +28,10 @@ KINDS = {"v5e": "TPU v5 lite", "v5p": "TPU v5", "v6e": "TPU v6 lite", "tpu7x": "
 WITH_RACES = pltpu.InterpretParams(detect_races=True, dma_execution_mode="eager", vector_clock_size=64)
 LATE = pltpu.InterpretParams()
 
-# One chunk of keys a step, so that there are many steps; blocks of 16 rows; of the two cores each takes every other block.
+# One chunk of keys a step, so that there are many steps; blocks of few rows; of the two cores each takes every other block.
 TWO_CORES, ONE_CORE = "two cores", "one core"
 OTHERS = {
-    TWO_CORES: Generation(step_bytes=1, vmem_bytes=1, cores=2),
+    TWO_CORES: Generation(step_bytes=1, vmem_bytes=3 * 2**19, cores=2),
     ONE_CORE: Generation(step_bytes=1, vmem_bytes=2**26),
 }
 
@@ -150,9 +150,10 @@ def test_the_step_on_two_devices_uses_it(monkeypatch):
 def abstract_arguments(**change) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Returns what a call takes, at the sizes of Qwen3-8B unless told."""
     dtype, head_dim = change.get("dtype", "bfloat16"), change.get("head_dim", 128)
+    num_kv_heads = change.get("num_kv_heads", 8)
     return (
-        jax.ShapeDtypeStruct((64, 32, head_dim), change.get("q_dtype", dtype)),
-        jax.ShapeDtypeStruct((100, 2, 2, 8, change.get("page_size", 64), head_dim), dtype),
+        jax.ShapeDtypeStruct((64, 4 * num_kv_heads, head_dim), change.get("q_dtype", dtype)),
+        jax.ShapeDtypeStruct((100, 2, 2, num_kv_heads, change.get("page_size", 64), head_dim), dtype),
         jax.ShapeDtypeStruct((), "int32"),
         jax.ShapeDtypeStruct((change.get("num_tiles", 8), 4), "int32"),
         jax.ShapeDtypeStruct((64, change.get("max_pages", 2048)), "int32"),
@@ -190,6 +191,10 @@ def test_kinds_of_devices():
             "page_table has max_pages=100000 and tiles make 8 blocks; the TPU kernel supports tab",
         ),
         ({"num_tiles": 100_000}, "page_table has max_pages=2048 and tiles make 100000 blocks; the TPU kernel supports"),
+        (
+            {"num_kv_heads": 512},
+            "kv_pool has 512 kv heads; blocks of 16 rows of them take 289538048 bytes of vector memory, the TPU k",
+        ),
         ({"generation": "v4"}, "generation='v4'; the TPU kernel supports v5e, v5p, v6e, tpu7x"),
         ({"generation": None, "interpret": False}, "generation=None and the device is 'cpu'; the TPU kernel supports"),
     ],
