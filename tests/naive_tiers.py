@@ -111,7 +111,7 @@ class NaiveTiers(NaiveCache):
         if policy.start is Start.LEAF_HEAD:
             return on_device[:num_pages]
         if policy.start is Start.LEAF_TAIL:
-            return on_device[-num_pages:]
+            return self.from_the_end(on_device, num_pages)
         known, pinned, chain = self.known(), self.pinned(), list(node)
         while all(place in self.resident for place in chain):
             above = self.above(chain[0])
@@ -121,7 +121,17 @@ class NaiveTiers(NaiveCache):
         missing = [index for index, place in enumerate(chain) if place not in self.resident]
         behind = chain[missing[-1] + 1 :] if missing else chain
         chosen = [place for place in behind if place not in self.on_host and place in self.resident]
-        return chosen[:num_pages] if chosen else on_device[-num_pages:]
+        return chosen[:num_pages] if chosen else self.from_the_end(on_device, num_pages)
+
+    def from_the_end(self, places: list[Key], num_pages: int) -> list[Key]:
+        """Returns the last places of a history, adjacent ones in the order of positions, later runs first."""
+        runs: list[list[Key]] = []
+        for place in reversed(places[-num_pages:]):
+            if runs and self.above(runs[-1][0]) == place:
+                runs[-1].insert(0, place)
+            else:
+                runs.append([place])
+        return [place for run in runs for place in run]
 
     def demote(self, num_pages: int, policy: Policy, newest: int | None = None) -> list[Key]:
         """Returns up to `num_pages` pages in the order in which they leave; `put_on_host` moves them."""

@@ -218,9 +218,8 @@ class Run:
             newest, stamp = leaves[index][0], self.model.stamps[self.model.device_leaves()[index]]
         cache, done = demotion.demote(self.cache, num_pages, policy, newest=newest)
         keys = self.model.demote(min(num_pages, self.cache.host.num_free), policy, stamp)
-        order = sorted if policy.start is policy.start.LEAF_TAIL else list
         sources = [self.model.resident[key] for key in keys]
-        assert order(done.device_ids.tolist()) == order(sources)
+        assert done.device_ids.tolist() == sources
         key_of = dict(zip(sources, keys))
         for device_id, host_id in zip(done.device_ids.tolist(), done.host_ids.tolist(), strict=True):
             assert self.model.put_on_host(key_of[device_id], host_id) == device_id
