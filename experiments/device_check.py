@@ -13,18 +13,18 @@ Parts, in this order:
     step          whole steps of Qwen3-8B, c of this device
     host          pinned host memory: bandwidth, swaps, what a prefill loses while pages move
 
-The whole takes about 6 minutes, compilation included (reckoned, not measured). A case that fails is
-reported and the next one runs; where it hangs, or breaks the device, its part ends and the others run in a new process. FILE is written after every case. Exits
-with 1 where a part failed or a bar is missed.
+The whole takes about 6 minutes, compilation included (reckoned, not measured). A case that fails is reported and the
+next one runs; where it hangs, or breaks the device, its part ends and the others run in a new process. FILE is written
+after every case. Exits with 1 where a part failed or a bar is missed.
 
 From a checkout in which the package is not installed, without a network, either of
 
     python -m pip install --no-deps --no-build-isolation -e . && python -m penelope_jax.experiments.device_check
     python -c 'import penelope_jax as p, runpy; p.__path__.append("."); runpy.run_module("penelope_jax.experiments.device_check", run_name="__main__")'
 
-It needs jax with its CUDA plugin, flax, numpy, absl-py and tqdm, no other package. Without a GPU: --dry runs everything in tiny sizes on
-the CPU, where no time means anything; --compile-only compiles every program in its real size for an H200 that is not
-there (extra `aot`, see `aot_check.py`).
+It needs jax with its CUDA plugin, flax, numpy, absl-py and tqdm, no other package. Without a GPU: --dry runs everything
+in tiny sizes on the CPU, where no time means anything; --compile-only compiles every program in its real size for an
+H200 that is not there (extra `aot`, see `aot_check.py`).
 """
 
 import argparse
