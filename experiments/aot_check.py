@@ -12,7 +12,7 @@ Parts:
 
 In a virtual environment of its own, as the plugins make other programs look for their devices:
 
-    pip install -e '.[aot]' && JAX_PLATFORMS=cpu python -m penelope_jax.experiments.aot_check
+    pip install -e '.[aot,tpu]' && JAX_PLATFORMS=cpu python -m penelope_jax.experiments.aot_check
 
 Exits with 1 where a bar is missed. `experiments/results/` has what it printed.
 """
