@@ -1,0 +1,290 @@
+"""Device and host memory as one cache against two caches: tables over samples, a sweep of the host's size, a timeline.
+
+    python -m penelope_jax.experiments.two_tier TRACE... --model qwen3-8b --shared-prefix 15600 \
+        --sample 24 --samples 5 --jobs 2 --json FILE
+
+Everything is simulated (`simulate.py` says how, and takes the same flags). Parts:
+
+    tables    --live sessions at once, the policies compared, means over the samples, and what moved
+    sweep     the host tier as --sweep times the device tier, under --sweep-schedulers and --sweep-live sessions
+    timeline  one sample under the last policy: pages demoted, loaded and swapped over time, as text, and as a picture
+              with --plot FILE (needs matplotlib, the extra `report`)
+
+Paper, part three: two tiers against SGLang whose scheduler counts host hits, TTFT -46 % to -76 %; FCFS, 8 sessions, host
+equal to device -10 %, four times the device no difference; 602 of 763 loads through the swap buffer at batch 1.
+"""
+
+import argparse
+import concurrent.futures
+import copy
+import dataclasses
+import multiprocessing
+import re
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tqdm
+
+from penelope_jax.config import SCHEDULERS, policy_named
+from penelope_jax.errors import InputError, bad_input
+from penelope_jax.experiments import engine_options, move_timeline, simulate, simulation_tables
+from penelope_jax.experiments.command import start_module
+from penelope_jax.experiments.simulation import Simulation, run_simulation, summary
+from penelope_jax.experiments.text_table import text_table
+from penelope_jax.metrics import write_json
+from penelope_jax.moves import MoveKind
+
+PARTS = ("tables", "sweep", "timeline")
+POLICIES = "sglang,sglang-reclaim,sglang-device-lpm,penelope"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Task:
+    """One simulation: what differs from the flags."""
+
+    part: str
+    seed: int
+    policy: str
+    num_live: int
+    scheduler: str
+    host_tokens: int
+
+
+def simulated(args: argparse.Namespace, task: Task) -> tuple[dict[str, Any], Simulation]:
+    """Runs a task; returns its document, in which `run` also has what moved, and the simulation."""
+    args = copy.copy(args)
+    args.seed, args.policy, args.sessions = task.seed, task.policy, task.num_live
+    args.scheduler, args.host_tokens = task.scheduler, task.host_tokens
+    setting = simulate.make_setting(args)
+    trace = engine_options.load_trace(setting.args, setting.max_context)
+    with bad_input():
+        sessions = trace.sessions
+        if args.sample is not None:
+            sessions = simulate.sample_sessions(trace.sessions, args.sample, task.seed)
+    config = setting.engine_config(sessions, policy_named(task.policy))
+    simulation = run_simulation(config, setting.timer, sessions, task.num_live, label=task.policy)
+    run = {"seed": task.seed, **simulate.simulated_environment(setting), "trace_sha256": trace.sha256}
+    document = summary(simulation, sessions, setting.document(config, task.num_live), run)
+    counters = simulation.counters
+    link_s = {kind: sum(m.end_s - m.start_s for m in simulation.moves if m.kind is kind) for kind in MoveKind}
+    document["run"] |= {
+        "demoted_pages": counters.demoted_pages,
+        "loaded_pages": counters.loaded_pages,
+        "prefetched_pages": counters.prefetched_pages,
+        "loads": sum(move.kind is MoveKind.LOAD for move in simulation.moves),
+        "swapped_moves": sum(move.num_swapped > 0 for move in simulation.moves),
+        "demoting_s": link_s[MoveKind.DEMOTE],
+        "loading_s": link_s[MoveKind.LOAD],
+    }
+    return document, simulation
+
+
+def _document(args: argparse.Namespace, task: Task) -> dict[str, Any]:
+    return simulated(args, task)[0]
+
+
+def run_tasks(args: argparse.Namespace, tasks: Sequence[Task]) -> list[dict[str, Any]]:
+    """Runs tasks, `--jobs` at a time, with a progress bar; returns their documents in order."""
+    with tqdm.tqdm(total=len(tasks), desc="simulations", unit="run", disable=not sys.stderr.isatty()) as bar:
+        if args.jobs == 1:
+            documents = []
+            for task in tasks:
+                documents.append(_document(args, task))
+                bar.update()
+            return documents
+        context = multiprocessing.get_context("spawn")
+        with concurrent.futures.ProcessPoolExecutor(args.jobs, mp_context=context) as pool:
+            futures = [pool.submit(_document, args, task) for task in tasks]
+            try:
+                for _ in concurrent.futures.as_completed(futures):
+                    bar.update()
+                return [future.result() for future in futures]
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+
+
+def tables(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Compares the policies at each number of live sessions; prints the tables."""
+    tasks = [
+        Task(
+            part="tables",
+            seed=seed,
+            policy=policy,
+            num_live=num_live,
+            scheduler=args.scheduler,
+            host_tokens=args.host_tokens,
+        )
+        for num_live in args.live
+        for policy in args.policy
+        for seed in _seeds(args)
+    ]
+    documents = run_tasks(args, tasks)
+    for num_live in args.live:
+        found = [document for task, document in zip(tasks, documents, strict=True) if task.num_live == num_live]
+        print(f"\n{num_live} sessions live, {args.scheduler}; changes against {args.policy[0]}:")
+        print(simulation_tables.comparison(found))
+        print(moves_table(found))
+    return documents
+
+
+def moves_table(documents: Sequence[dict[str, Any]]) -> str:
+    """Returns what moved, by policy, as means over samples."""
+    head = ["policy", "pages demoted", "loaded", "ahead", "through the buffer", "moves that load", "of them swapped"]
+    head += ["link busy out s", "in s", "nothing but moves s"]
+    rows = [head]
+    for name, found in simulation_tables.by_policy(documents).items():
+
+        def mean(value: Callable[[dict[str, Any]], float], found: Sequence[dict[str, Any]] = found) -> float:
+            return simulation_tables.mean(found, value) or 0.0
+
+        loaded, loads = mean(lambda d: d["run"]["loaded_pages"]), mean(lambda d: d["run"]["loads"])
+        swapped, swapped_moves = mean(lambda d: d["swapped_loads"]), mean(lambda d: d["run"]["swapped_moves"])
+        rows.append(
+            [
+                name,
+                f"{mean(lambda d: d['run']['demoted_pages']):,.0f}",
+                f"{loaded:,.0f}",
+                f"{mean(lambda d: d['run']['prefetched_pages']):,.0f}",
+                f"{swapped:,.0f}" + (f" ({swapped / loaded:.0%})" if loaded else ""),
+                f"{loads:,.0f}",
+                f"{swapped_moves:,.0f}" + (f" ({swapped_moves / loads:.0%})" if loads else ""),
+                f"{mean(lambda d: d['run']['demoting_s']):,.0f}",
+                f"{mean(lambda d: d['run']['loading_s']):,.0f}",
+                f"{mean(lambda d: d['run']['move_wait_s']):,.0f}",
+            ]
+        )
+    return text_table(rows, ["<", *[">"] * (len(head) - 1)])
+
+
+def sweep(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Varies the size of the host tier; prints a line for each size, scheduler and number of sessions."""
+    first, last = args.policy[0], args.policy[-1]
+    cases = [
+        (scheduler, num_live, factor)
+        for scheduler in args.sweep_schedulers
+        for num_live in args.sweep_live
+        for factor in args.sweep
+    ]
+    tasks = [
+        Task(
+            part="sweep",
+            seed=seed,
+            policy=policy,
+            num_live=num_live,
+            scheduler=scheduler,
+            host_tokens=factor * args.device_tokens,
+        )
+        for scheduler, num_live, factor in cases
+        for policy in (first, last)
+        for seed in _seeds(args)
+    ]
+    documents = run_tasks(args, tasks)
+    rows = [["scheduler", "sessions", "host / device", f"TTFT s {first}", last, "change", f"hit rate {first}", last]]
+    for scheduler, num_live, factor in cases:
+        wanted = (scheduler, num_live, factor * args.device_tokens)
+        base, other = (
+            [
+                document
+                for task, document in zip(tasks, documents, strict=True)
+                if (task.scheduler, task.num_live, task.host_tokens) == wanted and task.policy == policy
+            ]
+            for policy in (first, last)
+        )
+        ttft, hits = simulation_tables.ttft, lambda document: document["hit_rate"]
+        mean = simulation_tables.mean
+        rows.append(
+            [
+                scheduler,
+                str(num_live),
+                f"{factor}",
+                f"{mean(base, ttft) or 0:.3f}",
+                f"{mean(other, ttft) or 0:.3f}",
+                simulation_tables.changes_text(simulation_tables.changes(other, base, ttft)),
+                f"{mean(base, hits) or 0:.1%}",
+                f"{mean(other, hits) or 0:.1%}",
+            ]
+        )
+    print("\nHost tier:")
+    print(text_table(rows, ["<", *[">"] * (len(rows[0]) - 1)]))
+    return documents
+
+
+def timeline(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Shows what moved when, in the first sample under the last policy."""
+    task = Task(
+        part="timeline",
+        seed=args.seed,
+        policy=args.policy[-1],
+        num_live=args.live[-1],
+        scheduler=args.scheduler,
+        host_tokens=args.host_tokens,
+    )
+    document, simulation = simulated(args, task)
+    print(f"\nMoves under {task.policy}, {task.num_live} sessions live:")
+    print(move_timeline.text(simulation.moves))
+    if args.plot is not None:
+        title = f"{args.model}, {task.policy}, {task.num_live} sessions, {args.device_tokens:,} + {args.host_tokens:,} tokens"
+        move_timeline.plot(simulation.moves, args.plot, title)
+    return [document]
+
+
+_RUN = {"tables": tables, "sweep": sweep, "timeline": timeline}
+
+
+def _seeds(args: argparse.Namespace) -> range:
+    return range(args.seed, args.seed + args.samples)
+
+
+def _numbers(args: argparse.Namespace, name: str) -> list[int]:
+    text = getattr(args, name)
+    if not re.fullmatch(r"[1-9]\d{0,5}(,[1-9]\d{0,5})*", text):
+        raise InputError(f"--{name.replace('_', '-')} {text}: must be numbers of at least 1 with commas between.")
+    return [int(part) for part in text.split(",")]
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of the command: those of `simulate`, and how much to run."""
+    simulate.add_flags(parser)
+    parser.set_defaults(policy=POLICIES, device_tokens=131_200, host_tokens=131_200)
+    group = parser.add_argument_group("parts")
+    group.add_argument("--part", action="append", choices=PARTS, help="what to run; by default everything")
+    group.add_argument("--live", default="4,8", metavar="N,...", help="tables: sessions live at once (4,8)")
+    group.add_argument("--sweep", default="1,2,4", metavar="N,...", help="host tier, times the device tier (1,2,4)")
+    group.add_argument("--sweep-live", default="8", metavar="N,...", help="sweep: sessions live at once (8)")
+    group.add_argument("--sweep-schedulers", default="fcfs,lpm", metavar="NAME,...", help="of the sweep (fcfs,lpm)")
+    group.add_argument("--plot", metavar="FILE", help="timeline: a picture, by the ending of its name")
+    group.add_argument("--jobs", type=int, default=1, metavar="N", help="simulations at once, each in a process (1)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command; returns its exit code."""
+    for name in ("live", "sweep", "sweep_live"):
+        setattr(args, name, _numbers(args, name))
+    if not 1 <= args.jobs <= 64:
+        raise InputError(f"--jobs {args.jobs} must be from 1 to 64.")
+    if args.samples < 1 or (args.samples > 1 and args.sample is None):
+        raise InputError(f"--samples {args.samples}: must be at least 1, and more than 1 needs --sample.")
+    args.policy = [policy.name for policy in engine_options.policies(args, args.policy)]
+    args.sweep_schedulers = args.sweep_schedulers.split(",")
+    for scheduler in args.sweep_schedulers:
+        if scheduler not in SCHEDULERS:
+            raise InputError(f"--sweep-schedulers: unknown scheduler {scheduler!r}; known: {', '.join(SCHEDULERS)}.")
+    if not args.device_tokens or not args.host_tokens:
+        raise InputError(f"--device-tokens {args.device_tokens} and --host-tokens {args.host_tokens} must be above 0.")
+    for flag, path in (("--json", args.json), ("--plot", args.plot)):
+        engine_options.check_output(flag, path)
+    if args.plot is not None:
+        move_timeline.check_plotting()
+    parts = args.part or PARTS
+    results = {}
+    for part in parts:
+        results[part] = _RUN[part](args)
+        if args.json:
+            write_json(args.json, results)
+    return 0
+
+
+if __name__ == "__main__":
+    start_module("two_tier", "Compares one cache over two tiers with two caches.", add_flags, run)

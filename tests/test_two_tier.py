@@ -1,0 +1,109 @@
+"""The experiment on two tiers: its tables, sweep and timeline, on small synthetic sessions."""
+
+import importlib.util
+import json
+
+import pytest
+
+from penelope_jax.cost_executor import MoveRecord
+from penelope_jax.errors import InputError
+from penelope_jax.experiments import command, move_timeline, two_tier
+from penelope_jax.experiments.synthesize import SynthesisOptions, synthesize
+from penelope_jax.experiments.traces import write_jsonl
+from penelope_jax.moves import MoveKind
+
+FLAGS = ("--model", "qwen3-0.6b", "--device", "v5e", "--max-delay-s", "5", "--device-tokens", "10240", "--scale", "8")
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory):
+    path = tmp_path_factory.mktemp("traces") / "trace.jsonl"
+    write_jsonl(synthesize(SynthesisOptions(sessions=6, turns=6, context=8000, scale=4, seed=2)), path)
+    return path
+
+
+def two_tiers(trace, *more) -> int:
+    parser = command.Parser(prog="two_tier")
+    two_tier.add_flags(parser)
+    parser.set_defaults(run=two_tier.run, prog="two_tier")
+    flags = [*FLAGS, "--host-tokens", "4096", "--swap-tokens", "512", *map(str, more)]
+    return command.execute(parser.parse_args([str(trace), *flags]))
+
+
+def test_policies_are_compared_by_sample_and_what_moved_is_told(trace, tmp_path, capsys):
+    path = tmp_path / "two.json"
+    flags = ("--part", "tables", "--live", "2,5", "--policy", "sglang,penelope", "--sample", 5, "--samples", 2)
+    assert two_tiers(trace, *flags, "--json", path) == 0
+    documents = json.loads(path.read_text())["tables"]
+    found = [(d["config"]["sessions"], d["config"]["policy"], d["run"]["seed"]) for d in documents]
+    assert found == [(n, policy, seed) for n in (2, 5) for policy in ("sglang", "penelope") for seed in (0, 1)]
+    for document in documents:
+        run = document["run"]
+        assert document["moved_pages"] == run["demoted_pages"] + run["loaded_pages"]
+        assert run["loaded_pages"] >= document["swapped_loads"] and run["loads"] >= run["swapped_moves"]
+        assert (run["loading_s"] > 0) == (run["loaded_pages"] > 0)
+    assert sum(document["swapped_loads"] for document in documents) > 0
+    assert sum(document["tokens"]["host_hit"] for document in documents) > 0
+    text = capsys.readouterr().out
+    assert "2 sessions live" in text and "5 sessions live" in text and "through the buffer" in text
+
+
+def test_the_host_tier_is_swept(trace, tmp_path, capsys):
+    path = tmp_path / "sweep.json"
+    flags = ("--part", "sweep", "--sweep", "1,4", "--sweep-live", 4, "--sweep-schedulers", "fcfs")
+    assert two_tiers(trace, *flags, "--policy", "sglang,penelope", "--json", path, "--jobs", 2) == 0
+    documents = json.loads(path.read_text())["sweep"]
+    assert [d["config"]["host_tokens"] for d in documents] == [10_240] * 2 + [40_960] * 2
+    assert {d["config"]["scheduler"] for d in documents} == {"fcfs"}
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:3] for line in lines[-2:]] == [["fcfs", "4", "1"], ["fcfs", "4", "4"]]
+
+
+def test_moves_are_shown_over_time(trace, capsys):
+    assert two_tiers(trace, "--part", "timeline", "--live", 4, "--policy", "penelope") == 0
+    assert "pages demoted" in capsys.readouterr().out
+
+
+def test_bins_hold_all_pages():
+    def move(kind, end_s, pages, swapped=0, prefetch=False):
+        return MoveRecord(kind, pages, swapped, prefetch, 0, 0.0, end_s - 0.5, end_s)
+
+    moves = [move(MoveKind.DEMOTE, 1.0, 3), move(MoveKind.LOAD, 5.0, 4, 2), move(MoveKind.LOAD, 10.0, 5, 0, True)]
+    edges, series = move_timeline.binned(moves, 10)
+    assert edges.tolist() == [float(i) for i in range(11)]
+    assert series["demoted"].tolist() == [3] + [0] * 9
+    assert series["loaded"].tolist() == [0] * 4 + [4] + [0] * 4 + [5]
+    assert series["swapped"].sum() == 2 and series["ahead"].tolist() == [0] * 9 + [5]
+    assert move_timeline.text([]) == "Nothing moved."
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--live", "0"), "--live 0: must be numbers of at least 1 with commas between."),
+        (("--sweep", "1,x"), "--sweep 1,x: must be numbers of at least 1"),
+        (("--jobs", "0"), "--jobs 0 must be from 1 to 64."),
+        (("--samples", "2"), "--samples 2: must be at least 1, and more than 1 needs --sample."),
+        (("--sweep-schedulers", "sjf"), "unknown scheduler 'sjf'"),
+        (("--host-tokens", "0"), "--host-tokens 0 must be above 0."),
+        (("--plot", "/nowhere/a.png"), "/nowhere"),
+    ],
+)
+def test_bad_flags(trace, capsys, flags, message):
+    assert two_tiers(trace, *flags) == command.BAD_INPUT
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is not None, reason="matplotlib is installed")
+def test_a_picture_needs_matplotlib():
+    with pytest.raises(InputError, match="needs matplotlib"):
+        move_timeline.check_plotting()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed")
+def test_a_picture_is_drawn(tmp_path):
+    path = tmp_path / "a.png"
+    move_timeline.plot([MoveRecord(MoveKind.LOAD, 4, 2, False, 0, 0.0, 0.5, 1.0)], str(path), "title")
+    assert path.stat().st_size > 0
+    with pytest.raises(InputError, match="nothing moved"):
+        move_timeline.plot([], str(path), "title")
