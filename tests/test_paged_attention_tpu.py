@@ -26,6 +26,7 @@ from penelope_jax.segments import SegmentKind
 KINDS = {"v5e": "TPU v5 lite", "v5p": "TPU v5", "v6e": "TPU v6 lite", "tpu7x": "TPU7x"}
 # Copies arrive at once, and what reads them without having waited is a race.
 WITH_RACES = pltpu.InterpretParams(detect_races=True, dma_execution_mode="eager", vector_clock_size=64)
+BOTH_CORES = dataclasses.replace(WITH_RACES, num_cores_or_threads=2)  # at the same time
 
 # One chunk of keys a step, so that there are many steps; blocks of few rows; of the two cores each takes every other block.
 TWO_CORES, ONE_CORE = "two cores", "one core"
@@ -65,10 +66,10 @@ def test_no_races_between_steps_and_blocks():
     positions = (0, 1030, 511, 600, 512)
     spans = {index: [(position, position + 1)] for index, position in enumerate(positions)}
     case = make_case(Shape(8, 1, 128, 128, 2), spans, {3: (1, 4)})
-    out = check_output(case, run(case, TWO_CORES, WITH_RACES))
+    out = check_output(case, run(case, TWO_CORES, BOTH_CORES))
     table = case.page_table.copy()
     table[2, 0] = -1
-    spoilt = run(dataclasses.replace(case, page_table=table), TWO_CORES, WITH_RACES)
+    spoilt = run(dataclasses.replace(case, page_table=table), TWO_CORES, BOTH_CORES)
     others = np.array([history != 2 for history, _ in case.rows])
     assert np.isnan(spoilt[: len(case.rows)][~others]).all()
     np.testing.assert_array_equal(spoilt[: len(case.rows)][others], out[: len(case.rows)][others])
@@ -77,7 +78,7 @@ def test_no_races_between_steps_and_blocks():
 def test_no_races_in_a_hole_and_new_tokens():
     """Bits do not depend on how many keys a step has, into how many blocks a tile is cut, or how many cores there are."""
     case = make_case(Shape(4, 2, 128, 64, 32), {0: [(64, 128), (500, 515)], 1: [(130, 131)]}, {1: (0, 2)})
-    out = check_output(case, run(case, TWO_CORES, WITH_RACES))
+    out = check_output(case, run(case, TWO_CORES, BOTH_CORES))
     np.testing.assert_array_equal(out, run(case, "v6e"))
 
 
