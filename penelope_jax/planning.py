@@ -206,17 +206,21 @@ class _Planner(Room):
     def extend(self, request: Request) -> None:
         """Takes the front of the request's compute list, up to the budget."""
         path_pages = request.path_stop // self.page_size
+        if not self.tokens_left or not self.segments_left:
+            # Nobody is admitted either: what it owns is counted again when there is a budget.
+            self.load_path(request)
+            return
         if (request.page_table[:path_pages] == NO_PAGE).any():
             # Pages that another request filled since, or that were loaded.
+            path = radix_tree.path_nodes(self.cache, request.pin.node_id)
             table = request.page_table.copy()
-            table[:path_pages] = radix_tree.path_page_ids(self.cache, request.pin.node_id)
-            path_tiers = radix_tree.path_tiers(self.cache, request.pin.node_id)
-            if request.path_stop == len(request.prompt) and path_tiers[-1] != Tier.MISSING:
+            table[:path_pages] = radix_tree.device_ids_along(path)
+            if request.path_stop == len(request.prompt) and path[-1].tiers[-1] != Tier.MISSING:
                 # Another request's output reached the tree first: now a full hit, recomputed into a private page.
                 path_pages -= 1
                 table = table[:path_pages].copy()
                 request = dataclasses.replace(request, path_stop=path_pages * self.page_size)
-            owners = radix_tree.path_owners(self.cache, request.pin.node_id)
+            owners = radix_tree.owners_along(path)
             num_owned = int((owners == request.request_id).sum()) + self.load_path(request)
             request = dataclasses.replace(request, page_table=frozen(table), num_owned=num_owned)
         else:

@@ -22,6 +22,7 @@ has nothing on the device any more, and a touch that ends there stamps the devic
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import immutables
@@ -309,14 +310,12 @@ def device_ids_of(node: Node) -> np.ndarray:
 
 def path_page_ids(cache: CacheState, node_id: int) -> np.ndarray:
     """Returns i32[num_pages]: the device page ids of the path to `node_id`, NO_PAGE where not on the device."""
-    path = path_nodes(cache, node_id)
+    return device_ids_along(path_nodes(cache, node_id))
+
+
+def device_ids_along(path: Sequence[Node]) -> np.ndarray:
+    """Returns i32[num_pages]: the device page ids of nodes, NO_PAGE where not on the device."""
     return np.concatenate([device_ids_of(node) for node in path]) if path else np.empty(0, np.int32)
-
-
-def path_tiers(cache: CacheState, node_id: int) -> np.ndarray:
-    """Returns i8[num_pages]: the tier of each page of the path to `node_id`."""
-    path = path_nodes(cache, node_id)
-    return np.concatenate([node.tiers for node in path]) if path else np.empty(0, np.int8)
 
 
 def path_moving(cache: CacheState, node_id: int) -> np.ndarray:
@@ -332,5 +331,11 @@ def moving_of(node: Node) -> np.ndarray:
 
 def path_owners(cache: CacheState, node_id: int) -> np.ndarray:
     """Returns i64[num_pages]: which request fills each page of the path to `node_id`."""
-    path = path_nodes(cache, node_id)
-    return np.concatenate([owners_of(node) for node in path]) if path else np.empty(0, np.int64)
+    return owners_along(path_nodes(cache, node_id))
+
+
+def owners_along(path: Sequence[Node]) -> np.ndarray:
+    """Returns i64[num_pages]: which request fills each page of nodes."""
+    if all(node.owners is None for node in path):
+        return np.full(sum(node.num_pages for node in path), NO_OWNER, np.int64)
+    return np.concatenate([owners_of(node) for node in path])
