@@ -186,6 +186,8 @@ class CostExecutor:
             start_s = max(ready_s, self._link_free_s[link])
             end_s = start_s + self.timer.move_seconds(len(move.device_ids), self.page_size)
             self._link_free_s[link] = end_s
+            if move.blocking:
+                self._free_s = max(self._free_s, end_s)
             self._moving.append((end_s, move.move_id))
             self.moves.append(
                 MoveRecord(

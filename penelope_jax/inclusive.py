@@ -6,7 +6,7 @@ among what is only there; copies of what is on the device stay (0.5.10), or are 
 evict, and what it evicts is not what one order over both tiers would. A node for which the host finds no place is
 dropped with all below it, since without holes nothing behind it can be found.
 
-Kinder than the original in one thing: writing back does not stop the device.
+As in the original, the device waits for what is written back.
 """
 
 from typing import NamedTuple

@@ -34,6 +34,7 @@ class Move:
         request_id: whom a load is for; -1 for demotions.
         prefetch: whether that request still waits for admission.
         num_swapped: loaded pages whose place on the device was made through the swap buffer, both tiers being full.
+        blocking: whether nothing else starts on the device before the move has ended; only in what we compare with.
     """
 
     move_id: int
@@ -43,3 +44,4 @@ class Move:
     request_id: int = -1
     prefetch: bool = False
     num_swapped: int = 0
+    blocking: bool = False

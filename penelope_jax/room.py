@@ -41,6 +41,9 @@ class Room:
         self.is_short = False
         self._demoted: dict[int, int] = {}  # host id -> device id, of demotions of this plan
         self._loads: list[Load] = []
+        # Pages that come free one by one are waited for, else moves and pieces of prompts would be ever smaller. Half
+        # of the swap buffer at a time keeps both ways of the link busy.
+        self._worthwhile = min(MAX_MOVE_PAGES, max(1, config.num_swap_pages // 2))
         self._inclusive = config.policy.inclusive and config.num_host_pages > 0
         self._num_loading = tiers.num_loading(cache)
         self._moving_left = config.max_moving_pages - tiers.num_moving(cache)
@@ -73,6 +76,10 @@ class Room:
         self.cache = dataclasses.replace(self.cache, device=pool)
         return page_ids
 
+    def too_few(self, num_pages: int, wanted: int) -> bool:
+        """Whether to wait for more than `num_pages` free pages, of `wanted`: pages that are moving will make room."""
+        return self.moving and num_pages < min(wanted, self._worthwhile)
+
     def load(
         self, request_id: int, node_ids: tuple[int, ...], stop: int, most: int, *, newest: int | None = None
     ) -> int:
@@ -90,15 +97,16 @@ class Room:
         Returns:
             How many pages.
         """
-        wanted = min(most, tiers.loadable(self.cache, node_ids, stop), self._moving_left)
+        wanted = min(most, tiers.loadable(self.cache, node_ids, stop))
+        enough = min(wanted, self._worthwhile)
         free = self.cache.device.num_free
+        wanted = min(wanted, self._moving_left)
         if wanted > free:
             # For each page more than are free another one must move the other way.
             wanted = min(wanted, free + (self._moving_left - free) // 2)
-        # Pages that come free one by one are waited for, else moves would be ever smaller. Half of the swap buffer at a
-        # time keeps both ways of the link busy.
-        enough = min(wanted, MAX_MOVE_PAGES, max(1, self.config.num_swap_pages // 2))
-        if wanted <= 0 or (free + self.cache.host.num_free < enough and self.cache.moves):
+            if not self._inclusive:
+                wanted = min(wanted, free + self.cache.host.num_free)
+        if wanted <= 0 or self.too_few(wanted, enough):
             return 0
         room = max(0, self._host_room())
         num_demoted = 0
@@ -144,7 +152,9 @@ class Room:
             found = radix_tree.match(self.cache, request.prompt, request.namespace, limit)
             if not any(span.tier is Tier.HOST for span in found.spans):
                 continue
-            # Neither its own pages nor those of whoever is before it make room for it.
+            # Neither its own pages nor those of whoever is before it make room for it, nor are they the next to leave.
+            self.cache = histories.touch(self.cache, found)
+            found = radix_tree.match(self.cache, request.prompt, request.namespace, limit)
             self.cache, pin = histories.pin(self.cache, found, request.namespace)
             pins.append(pin)
             path = tuple(node.node_id for node in radix_tree.path_nodes(self.cache, pin.node_id))
@@ -162,7 +172,7 @@ class Room:
         """Returns the moves of the plan; from here on they are under way."""
         if not self._demoted and not self._loads:
             return ()
-        self.cache, moves, going = tiers.start(self.cache, self._demoted, self._loads)
+        self.cache, moves, going = tiers.start(self.cache, self._demoted, self._loads, blocking=self._inclusive)
         self.tell("demoted_pages", len(going))
         return moves
 

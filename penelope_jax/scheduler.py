@@ -6,11 +6,13 @@ hits differ once histories have holes, less what loading costs, and lets what ha
 first. `fcfs` is by arrival. Retracted requests are before all others in each of them.
 """
 
+import math
 from collections.abc import Callable
 
 import numpy as np
 
 from penelope_jax import cost
+from penelope_jax.config import EngineConfig
 from penelope_jax.pages import Tier
 from penelope_jax.radix_tree import Match
 from penelope_jax.state import EngineState, Request
@@ -34,9 +36,19 @@ def _saved_units(state: EngineState, request: Request, found: Match) -> _Key:
         if span.tier is Tier.DEVICE:
             saved += cost.units(span.start, span.stop, config.linear_cost)
         elif span.tier is Tier.HOST and config.policy.count_host_hits:
-            price = (span.stop - span.start) // config.page_size * config.load_units
-            saved += max(0.0, cost.units(span.start, span.stop, config.linear_cost) - price)
+            saved += _saved_by_loading(config, span.start, span.stop)
     return -saved, request.arrival
+
+
+def _saved_by_loading(config: EngineConfig, start: int, stop: int) -> float:
+    """Returns the units that loading saves, of the pages of a span that cost more to compute than to load."""
+    size = config.page_size
+    # A page at position p costs size * (c + p + (size - 1) / 2) units.
+    cheap_until = config.load_units / size - config.linear_cost - (size - 1) / 2
+    start += max(0, math.ceil((cheap_until - start) / size)) * size
+    if start >= stop:
+        return 0.0
+    return cost.units(start, stop, config.linear_cost) - (stop - start) // size * config.load_units
 
 
 def _arrival(state: EngineState, request: Request, found: Match) -> _Key:

@@ -111,7 +111,7 @@ def load(
 
 
 def start(
-    cache: CacheState, demoted: dict[int, int], loads: Sequence[Load]
+    cache: CacheState, demoted: dict[int, int], loads: Sequence[Load], *, blocking: bool = False
 ) -> tuple[CacheState, tuple[Move, ...], tuple[int, ...]]:
     """Makes moves of what a plan decided, demotions first.
 
@@ -119,6 +119,7 @@ def start(
         cache: the cache.
         demoted: host id -> device id of planned demotions; those evicted or flushed since are left out.
         loads: what was begun with `load`.
+        blocking: of the demotions, as in `Move`.
 
     Returns:
         The cache in which they are under way, the moves, and the host ids of the demotions that start.
@@ -144,7 +145,12 @@ def start(
 
     for part in _parts(len(going)):
         host_ids = np.array(going[part], np.int32)
-        add(MoveKind.DEMOTE, np.array([demoted[host_id] for host_id in going[part]], np.int32), host_ids)
+        add(
+            MoveKind.DEMOTE,
+            np.array([demoted[host_id] for host_id in going[part]], np.int32),
+            host_ids,
+            blocking=blocking,
+        )
     for item in loads:
         swapped = item.num_swapped
         for part in _parts(len(item.host_ids)):

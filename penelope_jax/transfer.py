@@ -3,7 +3,7 @@
 A demotion is a gather, which reads the pool as the steps dispatched so far leave it, and a copy of each page to the
 host. A load is a copy of each page into an array on the device; once all have arrived, one donating scatter puts them
 into the pool, in order with the steps around it. Copies run by themselves: what starts or polls moves never waits for
-one. A load of a page whose demotion is under way follows it by the flow of data.
+one, unless the move says so (`Move.blocking`). A load of a page whose demotion is under way follows it by the flow of data.
 """
 
 import dataclasses
@@ -217,6 +217,8 @@ class PageTransfer:
             self._find_memory(move)
             moving.arrays = jax.device_put(list(pages[: len(host_ids)]), store.host)
             store.put(host_ids, moving.arrays)
+            if move.blocking:
+                jax.block_until_ready(moving.arrays)
             return ""
         coming: dict[int, _Moving] = {}
         for other in self._moving.values():
