@@ -293,9 +293,9 @@ class _Planner(Room):
         num_pages = -(-stop // size) - page
         page_ids = self.allocate(num_pages, request, last_resort=request.request_id == self.running[0].request_id)
         if page_ids is None:
-            num_pages = self.cache.device.num_free
+            wanted, num_pages = num_pages, self.cache.device.num_free
             stop = position + num_pages * size
-            if not num_pages:
+            if not num_pages or self.too_few(num_pages, wanted):
                 return None
             page_ids = self.allocate(num_pages, request, last_resort=False)
             assert page_ids is not None, "free pages cannot be taken"
