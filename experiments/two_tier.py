@@ -26,7 +26,7 @@ from typing import Any
 
 import tqdm
 
-from penelope_jax.config import SCHEDULERS, policy_named
+from penelope_jax.config import SCHEDULERS
 from penelope_jax.errors import InputError, bad_input
 from penelope_jax.experiments import engine_options, move_timeline, simulate, simulation_tables
 from penelope_jax.experiments.command import start_module
@@ -62,7 +62,8 @@ def simulated(args: argparse.Namespace, task: Task) -> tuple[dict[str, Any], Sim
         sessions = trace.sessions
         if args.sample is not None:
             sessions = simulate.sample_sessions(trace.sessions, args.sample, task.seed)
-    config = setting.engine_config(sessions, policy_named(task.policy))
+    (policy,) = engine_options.policies(args, task.policy)
+    config = setting.engine_config(sessions, policy)
     simulation = run_simulation(config, setting.timer, sessions, task.num_live, label=task.policy)
     run = {"seed": task.seed, **simulate.simulated_environment(setting), "trace_sha256": trace.sha256}
     document = summary(simulation, sessions, setting.document(config, task.num_live), run)
