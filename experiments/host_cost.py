@@ -1,4 +1,4 @@
-"""What the cache costs the host: match, insert, pin and evict on a tree of agent histories.
+"""What the cache costs the host: match, insert, pin and evict on a tree of agent histories, and planning a step.
 
 The workload is 24 sessions of 200 turns that grow to 118K tokens over a shared prefix of 15.6K, page 64: the one on
 which other engines' trees were measured (SGLang 0.5.23: Rust core 0.48 + 0.62 ms, Python 2.6 + 3.0 ms for match and
@@ -23,7 +23,7 @@ import numpy as np
 from penelope_jax import engine, histories, leaf_order, pages
 from penelope_jax.config import POLICIES, EngineConfig
 from penelope_jax.driver import HashExecutor
-from penelope_jax.events import Submit
+from penelope_jax.events import Finished, MoveDone, Submit
 from penelope_jax.eviction import evict
 from penelope_jax.invariants import check_cache
 from penelope_jax.metrics import write_json
@@ -95,11 +95,16 @@ def measure(num_sessions: int, num_turns: int, num_tokens: int, page_size: int =
         "page_size": page_size,
         "nodes": len(cache.nodes),
         "pages": cache.num_resident,
-        "ms": {
-            name: {"p50": float(np.median(times)) * 1e3, "p99": float(np.percentile(times, 99)) * 1e3}
-            for name, times in seconds.items()
-            if times
-        },
+        "ms": milliseconds(seconds),
+    }
+
+
+def milliseconds(seconds: dict[str, list[float]]) -> dict[str, dict[str, float]]:
+    """Returns median and 99th percentile in milliseconds of what was timed at all."""
+    return {
+        name: {"p50": float(np.median(times)) * 1e3, "p99": float(np.percentile(times, 99)) * 1e3}
+        for name, times in seconds.items()
+        if times
     }
 
 
@@ -136,6 +141,78 @@ def measure_plan(num_requests: int = 64, num_tokens: int = 130_000, num_steps: i
             seconds["plan"].append(planned - begin)
             seconds["apply"].append(time.perf_counter() - ran)
     return {f"{name}, {num_requests} x {num_tokens:,} tokens": times for name, times in seconds.items()}
+
+
+def measure_tiers(
+    num_requests: int = 64, num_host_pages: int = 4_000, num_tokens: int = 6_000, num_steps: int = 400
+) -> dict[str, list[float]]:
+    """Returns seconds of `plan` and `apply` with both tiers full and pages moving between them.
+
+    Twice as many histories as there are requests take turns: whoever has its reply waits, and comes back with 100 new
+    tokens. So in every fourth step somebody is admitted, pages are loaded for it, others leave the device for them, and
+    moves of earlier steps are under way. Steps with fewer requests running are not counted.
+    """
+    rng = np.random.default_rng(0)
+    page_size = 64
+    num_histories = 2 * num_requests
+    room = 2 * num_tokens
+    config = EngineConfig(
+        device_tokens=num_requests * 2_048 * -(-num_tokens // 1_500),
+        host_tokens=num_host_pages * page_size,
+        page_size=page_size,
+        max_context=room,
+        max_running=num_requests,
+        max_step_tokens=8_192,
+        max_step_segments=2 * num_requests,
+        output_reserve=64,
+    )
+    executor = HashExecutor(move_delay=6)
+    state = make_state(config)
+    texts = [rng.integers(0, 50_000, num_tokens).astype(np.int32) for _ in range(num_histories)]
+    owners: dict[int, int] = {}
+    next_id = 0
+    idle = list(range(num_histories))
+    seconds: dict[str, list[float]] = {"plan": [], "apply": []}
+    step = 0
+    while step < num_steps:
+        while len(owners) < num_requests + 8 and idle:
+            history = idle.pop(int(rng.integers(len(idle))))
+            sampling = SamplingParams(max_tokens=int(rng.integers(100, 400)))
+            state, _ = engine.apply(state, (Submit(request_id=next_id, tokens=texts[history], sampling=sampling),))
+            owners[next_id] = history
+            next_id += 1
+        done_moves, failed_moves = executor.finish_moves()
+        begin = time.perf_counter()
+        if done_moves:
+            state, _ = engine.apply(state, (MoveDone(done=done_moves, failed=failed_moves),))
+        heard = time.perf_counter()
+        moving = len(state.cache.moves)
+        state, plan = engine.plan(state)
+        planned = time.perf_counter()
+        if plan is not None:
+            executor.start_moves(plan.moves)
+        if plan is None or not plan.segments:
+            continue
+        done = executor.run(plan)
+        ran = time.perf_counter()
+        state, updates = engine.apply(state, (done,))
+        took = time.perf_counter() - ran + heard - begin
+        for update in updates:
+            if isinstance(update, Finished):
+                history = owners.pop(update.request_id)
+                new = rng.integers(0, 50_000, 100).astype(np.int32)
+                if len(texts[history]) + 256 < room:
+                    texts[history] = np.concatenate([texts[history], new])
+                idle.append(history)
+        full = state.cache.num_host >= num_host_pages - config.num_swap_pages
+        if full and (moving or plan.moves) and len(state.running) == num_requests:
+            step += 1
+            seconds["plan"].append(planned - heard)
+            seconds["apply"].append(took)
+    return {
+        f"{name}, two tiers, {num_requests} requests, {num_host_pages:,} host pages": times
+        for name, times in seconds.items()
+    }
 
 
 def leaf_histories(cache: CacheState) -> Iterator[np.ndarray]:
@@ -223,15 +300,16 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args(argv)
     result = measure(args.sessions, args.turns, args.tokens, args.page_size, args.seed)
+    result["ms"] |= milliseconds(measure_tiers())
     print(f"{result['nodes']} nodes, {result['pages']} pages of {args.page_size} tokens")
     for name, times in result["ms"].items():
-        print(f"{name:32s} p50 {times['p50']:7.3f} ms   p99 {times['p99']:7.3f} ms")
+        print(f"{name:50s} p50 {times['p50']:7.3f} ms   p99 {times['p99']:7.3f} ms")
     for number in args.leaves:
         tree = measure_leaves(number, page_size=args.page_size, seed=args.seed)
         result.setdefault("trees", []).append(tree)
         print(f"\n{tree['leaves']:,} leaves, {tree['tokens']:,} tokens, {tree['bytes_per_token']:.2f} bytes a token")
-        for name, milliseconds in tree["ms"].items():
-            print(f"{name:32s} p50 {milliseconds:7.3f} ms")
+        for name, median in tree["ms"].items():
+            print(f"{name:50s} p50 {median:7.3f} ms")
     if args.json:
         write_json(args.json, result)
 

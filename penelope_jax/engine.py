@@ -29,7 +29,7 @@ from penelope_jax.leaving import release, with_retracted
 from penelope_jax.pages import frozen
 from penelope_jax.planning import plan
 from penelope_jax.segments import StepDone
-from penelope_jax.state import EngineState, Request, count, make_state
+from penelope_jax.state import EngineState, Request, changed, count, make_state
 
 __all__ = ["apply", "make_state", "plan", "refusal_of"]
 
@@ -181,7 +181,7 @@ def _step_done(state: EngineState, event: StepDone, updates: list[Update]) -> En
                 leaving = "stop"
             elif request.output_len + 1 >= request.max_tokens:
                 leaving = "length"
-        running[request_id] = dataclasses.replace(
+        running[request_id] = changed(
             request, outputs=outputs, leaving=leaving, num_in_flight=request.num_in_flight - 1
         )
     for (request_id, start, num_rows, first, reused), scores in zip(flight.scored, event.scores):

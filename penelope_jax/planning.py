@@ -15,7 +15,7 @@ from penelope_jax.leaving import release, with_retracted
 from penelope_jax.pages import NO_PAGE, Tier, frozen
 from penelope_jax.room import Room
 from penelope_jax.segments import Segment, SegmentKind, SlotStart, StepPlan
-from penelope_jax.state import EngineState, InFlight, Request, count
+from penelope_jax.state import EngineState, InFlight, Request, changed, count
 
 _COUNTER_OF = {
     SegmentKind.PHANTOM: "phantom_tokens",
@@ -160,7 +160,7 @@ class _Planner(Room):
         Its sample, if any, is numbered among this step's.
         """
         self.num_samples += sampled
-        return dataclasses.replace(
+        return changed(
             request,
             next_pos=position,
             last_step=self.state.next_step,

@@ -1,6 +1,7 @@
 """The state of the engine: a persistent value that a run moves from step to step."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 
@@ -94,6 +95,21 @@ class Request:
             return self.prompt[:stop]
         outputs = np.asarray(self.outputs[: stop - len(self.prompt)], np.int32)
         return np.concatenate([self.prompt, outputs])
+
+
+_REQUEST_FIELDS = dict.fromkeys(field.name for field in dataclasses.fields(Request))
+
+
+def changed(request: Request, **changes: Any) -> Request:
+    """Returns a request with some fields changed: `dataclasses.replace` in less than half the time.
+
+    For what is done for each running request in every step.
+    """
+    assert changes.keys() <= _REQUEST_FIELDS.keys(), f"no such fields: {changes.keys() - _REQUEST_FIELDS.keys()}"
+    made = object.__new__(Request)
+    for name in _REQUEST_FIELDS:
+        object.__setattr__(made, name, changes[name] if name in changes else getattr(request, name))
+    return made
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

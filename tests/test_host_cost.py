@@ -21,6 +21,13 @@ def test_match_insert_and_eviction_stay_cheap(measured: dict):
     assert max(medians[f"evict 480 pages, {name}"] for name in ("sglang", "vllm", "penelope")) <= 100.0, medians
 
 
+def test_planning_with_two_tiers_stays_cheap():
+    seconds = host_cost.measure_tiers(num_requests=8, num_host_pages=500, num_tokens=6_000, num_steps=20)
+    medians = {name: times["p50"] for name, times in host_cost.milliseconds(seconds).items()}
+    assert list(medians) == [f"{name}, two tiers, 8 requests, 500 host pages" for name in ("plan", "apply")]
+    assert max(medians.values()) <= 20.0, medians
+
+
 def test_an_operation_does_not_cost_more_because_there_are_more_histories():
     few, many = (host_cost.measure_leaves(number, num_tokens=512)["ms"] for number in (20, 2_000))
     for name in ("match", "touch", "pin", "unpin", "evict 1 page"):
