@@ -10,12 +10,12 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from absl import logging
 
+from penelope_jax.kernels import paged_attention_gpu, paged_attention_tpu
 from penelope_jax.kernels.paged_attention_cpu import paged_attention_cpu
-from penelope_jax.kernels.paged_attention_gpu import paged_attention_gpu
 from penelope_jax.kernels.paged_attention_reference import paged_attention_reference
-from penelope_jax.kernels.paged_attention_tpu import paged_attention_tpu
-from penelope_jax.kernels.tpu_geometry import generation_of
+from penelope_jax.kernels.tpu_geometry import HEAD_DIM, generation_of
 from penelope_jax.kernels.traced_device import traced_device_kind
 
 # Plain XLA, on every platform.
@@ -25,8 +25,13 @@ IMPLEMENTATIONS = {
 }
 # Pallas kernels, each for its own devices, and for all in its interpreter.
 KERNELS = {
-    "gpu": paged_attention_gpu,
-    "tpu": paged_attention_tpu,
+    "gpu": paged_attention_gpu.paged_attention_gpu,
+    "tpu": paged_attention_tpu.paged_attention_tpu,
+}
+# What of a pool each takes: head dims, page sizes, dtypes.
+_TAKES = {
+    "gpu": (paged_attention_gpu.HEAD_DIMS, paged_attention_gpu.PAGE_SIZES, paged_attention_gpu.DTYPES),
+    "tpu": ((HEAD_DIM,), paged_attention_tpu.PAGE_SIZES, paged_attention_tpu.DTYPES),
 }
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -52,6 +57,34 @@ def resolve_implementation(name: str | None, *, interpret: bool = False) -> str:
     if name not in can_run:
         raise ValueError(f"implementation={name!r} cannot run here; what can: {', '.join(can_run)}.")
     return name
+
+
+def fitting_implementation(name: str | None, *, head_dim: int, page_size: int, dtype: str) -> str:
+    """Returns the implementation for a pool; where none is named and the device's kernel cannot take it, `cpu`.
+
+    Args:
+        name: as in `resolve_implementation`; what is named is taken as it is.
+        head_dim: of the pool.
+        page_size: of the pool, in tokens.
+        dtype: of the pool.
+    """
+    chosen = resolve_implementation(name)
+    if name is not None or chosen not in KERNELS:
+        return chosen
+    for what, value, supported in zip(
+        ("head dim", "page size", "dtype"), (head_dim, page_size, dtype), _TAKES[chosen], strict=True
+    ):
+        if value not in supported:
+            known = ", ".join(map(str, supported))
+            logging.warning(
+                "%s %s is not among those that the %s attention kernel takes (%s): plain XLA runs, which is slower.",
+                what,
+                value,
+                chosen,
+                known,
+            )
+            return "cpu"
+    return chosen
 
 
 def _has_device(kernel: str) -> bool:

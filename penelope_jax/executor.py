@@ -22,7 +22,7 @@ from penelope_jax.config import check_page_size
 from penelope_jax.forward import POOL_SPEC, StepOutputs, StepSettings, forward_step
 from penelope_jax.host_pages import HostPages, check_pages
 from penelope_jax.kernels.page_copy import PAGE_BUCKETS, gather_pages, padded_ids, padded_pages, scatter_pages
-from penelope_jax.kernels.paged_attention import resolve_implementation
+from penelope_jax.kernels.paged_attention import fitting_implementation
 from penelope_jax.kernels.q_tiles import decode_q_tile, prefill_q_tile, tiles_agree
 from penelope_jax.models.config import ModelConfig
 from penelope_jax.models.layers import Params
@@ -92,7 +92,7 @@ class JaxExecutor:
             token_buckets: numbers of rows to compile for; by default chosen from the limits.
             deterministic: results do not depend on the batch; see `forward.py`.
             scoring: whether plans may ask for log-probabilities of given tokens.
-            implementation: of attention; by default the platform's.
+            implementation: of attention; by default the platform's, as far as it takes the model.
             mesh: by default the one the parameters lie on.
             num_host_pages: host page ids of moves are below it.
             max_moving_pages: most pages moving at once; None: any number.
@@ -107,7 +107,9 @@ class JaxExecutor:
         ):
             if value < 1:
                 raise ValueError(f"{name}={value} must be at least 1.")
-        implementation = resolve_implementation(implementation)
+        implementation = fitting_implementation(
+            implementation, head_dim=config.head_dim, page_size=page_size, dtype=config.dtype
+        )
         if token_buckets is None:
             token_buckets = default_token_buckets(max_segments, max_step_tokens, deterministic=deterministic)
         if token_buckets[-1] < max_step_tokens:

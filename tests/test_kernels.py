@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from penelope_jax.kernels import q_tiles
+from penelope_jax.kernels import paged_attention, q_tiles
 from penelope_jax.kernels.kv_write import DROP_PAGE, write_kv
 from penelope_jax.kernels.paged_attention import ragged_paged_attention
 
@@ -70,3 +70,27 @@ def test_write_changes_the_named_slots_only(dtype):
                 expected[page, LAYER, 1, :, slot] = values[row]
     written = jax.jit(write_kv, donate_argnums=0)(jnp.array(pool), LAYER, keys, values, pages, source)
     np.testing.assert_array_equal(np.asarray(written), expected)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "head_dim", "page_size", "dtype", "expected"),
+    [
+        ("gpu", 128, 64, "bfloat16", "gpu"),
+        ("gpu", 64, 16, "float16", "gpu"),
+        ("gpu", 128, 64, "float32", "cpu"),
+        ("gpu", 96, 64, "bfloat16", "cpu"),
+        ("gpu", 128, 8, "bfloat16", "cpu"),
+        ("tpu", 128, 64, "float32", "tpu"),
+        ("tpu", 64, 64, "bfloat16", "cpu"),
+        ("tpu", 128, 64, "float16", "cpu"),
+        ("", 128, 64, "bfloat16", "cpu"),
+    ],
+)
+def test_where_the_devices_kernel_does_not_take_the_pool_xla_runs(
+    monkeypatch, kernel, head_dim, page_size, dtype, expected
+):
+    monkeypatch.setattr(paged_attention, "_has_device", lambda name: name == kernel)
+    sizes = {"head_dim": head_dim, "page_size": page_size, "dtype": dtype}
+    assert paged_attention.fitting_implementation(None, **sizes) == expected
+    if kernel:  # what is named is not second-guessed: the kernel itself says what it does not take
+        assert paged_attention.fitting_implementation(kernel, **sizes) == kernel
