@@ -185,6 +185,11 @@ class EngineConfig:
                         f"{name}={value} must be a multiple of page_size={self.page_size}, and at least {least}, "
                         "with a host tier."
                     )
+            if 0 < self.max_moving_tokens < 2 * self.page_size:
+                raise ValueError(
+                    f"max_moving_tokens={self.max_moving_tokens} must be 0 or at least 2 pages of {self.page_size} tokens: "
+                    "with both tiers full a page is loaded while another one leaves."
+                )
         if self.scheduler not in SCHEDULERS:
             raise ValueError(f"unknown scheduler {self.scheduler!r}; known: {', '.join(SCHEDULERS)}.")
 

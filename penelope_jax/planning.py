@@ -168,15 +168,18 @@ class _Planner(Room):
             feed=self.num_samples - 1 if sampled else request.feed,
         )
 
-    def store(self, request: Request) -> None:
-        self.running[self.index_of(request)] = request
+    def store(self, request: Request, index: int = 0) -> None:
+        """Puts a changed request in its place, which is looked for where it is not `index`."""
+        if index >= len(self.running) or self.running[index].request_id != request.request_id:
+            index = self.index_of(request)
+        self.running[index] = request
 
     def index_of(self, request: Request) -> int:
         return next(i for i, other in enumerate(self.running) if other.request_id == request.request_id)
 
     def decode(self) -> None:
         """One token for each request whose prompt is done, oldest first."""
-        for request in tuple(self.running):
+        for index, request in enumerate(tuple(self.running)):
             if not self.stays(request) or not request.prefilled:
                 continue
             num_sampled = request.output_len + request.num_in_flight
@@ -195,7 +198,7 @@ class _Planner(Room):
                 request = dataclasses.replace(request, page_table=table)
             in_flight = position >= len(request.prompt) + len(request.outputs)
             self.add(request, SegmentKind.DECODE, position, position + 1, True, request.feed if in_flight else -1)
-            self.store(self.planned_to(request, position + 1, sampled=True))
+            self.store(self.planned_to(request, position + 1, sampled=True), index)
 
     def prefill(self) -> None:
         """Goes on with admitted requests whose prompt is not done, oldest first."""

@@ -63,6 +63,13 @@ def test_an_unknown_policy_is_an_error_that_lists_the_known_ones():
             "prefetch_tokens=32 must be a multiple of page_size=64, and at least 0, with a host tier.",
         ),
         (
+            {"host_tokens": 64, "max_moving_tokens": 64},
+            (
+                "max_moving_tokens=64 must be 0 or at least 2 pages of 64 tokens: with both tiers full a page is loaded while "
+                "another one leaves."
+            ),
+        ),
+        (
             {"host_tokens": 64, "max_moving_tokens": 8},
             "max_moving_tokens=8 must be a multiple of page_size=64, and at least 0, with a host tier.",
         ),

@@ -42,7 +42,9 @@ def executor_of(config: EngineConfig, faults: TransferFaults | None, mesh: tuple
     return executor
 
 
-def replies_of(driver: Driver, seed: int, *, disturbed: bool) -> dict[tuple[int, int], tuple[int, ...]]:
+def replies_of(
+    driver: Driver, seed: int, *, disturbed: bool, num_turns: int = NUM_TURNS
+) -> dict[tuple[int, int], tuple[int, ...]]:
     """Plays sessions; a disturbed run also aborts side requests, and flushes, with moves under way.
 
     Returns:
@@ -51,7 +53,7 @@ def replies_of(driver: Driver, seed: int, *, disturbed: bool) -> dict[tuple[int,
     random = np.random.default_rng(seed)
     histories = [[*range(12), 50 + session] for session in range(NUM_SESSIONS)]
     replies = {}
-    for turn in range(NUM_TURNS):
+    for turn in range(num_turns):
         ids: dict[int, int] = {}
         side: list[int] = []
         for session, history in enumerate(histories):

@@ -33,7 +33,7 @@ def config_for(cache: CacheState, policy: Policy, chance: random.Random) -> Engi
         host_tokens=cache.host_capacity * size,
         swap_tokens=(cache.host.num_pages - cache.host_capacity) * size,
         prefetch_tokens=chance.choice([0, 1, 2, 4]) * size,
-        max_moving_tokens=chance.choice([0, 1, 3, 8]) * size,
+        max_moving_tokens=chance.choice([0, 2, 3, 8]) * size,
         page_size=size,
         policy=policy,
         max_step_tokens=64 * size,
