@@ -125,6 +125,19 @@ def test_steps_do_not_wait_for_a_slow_load():
     assert stats.longest_poll_s < 1
 
 
+def test_starting_over_forgets_host_pages_and_counts():
+    executor = executor_of(1, 1)
+    executor.start_moves([demote(0, [0, 1], [3, 4])])
+    with pytest.raises(RuntimeError, match="^1 moves have not been told; drain them first.$"):
+        executor.start_over()
+    assert executor.finish_moves(wait=True) == ((0,), ())
+    assert executor.transfer_stats.demoted_pages == len(executor.host_pages) == 2
+    executor.start_over()
+    assert executor.transfer_stats == TransferStats() and len(executor.host_pages) == 0
+    with pytest.raises(ValueError, match="host page 3, which holds nothing"):
+        executor.start_moves([load(0, [3], [5])])
+
+
 def test_without_a_host_tier_there_are_no_moves():
     executor = executor_of(1, 1, num_host_pages=0)
     assert executor.finish_moves(wait=True) == ((), ())

@@ -26,7 +26,7 @@ from penelope_jax.models.layers import device_mesh
 from penelope_jax.moves import Move, MoveKind
 from penelope_jax.pages import NO_PAGE, Tier
 from penelope_jax.radix_tree import CacheState
-from penelope_jax.snapshot import restore_snapshot, save_snapshot
+from penelope_jax.snapshot import check_snapshot, restore_snapshot, save_snapshot
 
 TWO = dataclasses.replace(TWO_TIERS, weights_fingerprint="0123abcd")
 ONE = dataclasses.replace(ONE_TIER, weights_fingerprint="0123abcd")
@@ -177,9 +177,18 @@ def test_what_is_not_there_is_no_problem(tmp_path, target, caplog):
 )
 def test_another_cache_is_refused(saved, changes, model, message):
     config = dataclasses.replace(TWO, **changes)
-    with pytest.raises(InputError) as caught:
-        restore_snapshot(saved, config, executor_of(config, **model))
-    assert str(caught.value) == f"{saved / 'snapshot-0'}: {message} Choose another directory, or remove it."
+    for use in (check_snapshot, restore_snapshot):
+        with pytest.raises(InputError) as caught:
+            use(saved, config, executor_of(config, **model))
+        assert str(caught.value) == f"{saved / 'snapshot-0'}: {message} Choose another directory, or remove it."
+
+
+def test_what_is_right_missing_or_damaged_is_not_refused(saved, tmp_path, target):
+    check_snapshot(saved, TWO, target)
+    check_snapshot(tmp_path, TWO, target)
+    (tmp_path / "snapshot-0").mkdir()
+    (tmp_path / "snapshot-0" / "cache.json").write_text("nonsense")
+    check_snapshot(tmp_path, TWO, target)
 
 
 def damaged(path: pathlib.Path, how: str) -> None:
