@@ -95,7 +95,8 @@ class _Planner(Room):
 
     def stays(self, request: Request) -> bool:
         """Whether a request that was running when planning began is to have rows in this step."""
-        return not request.leaving and request.request_id not in self.marked.union(self.retracted)
+        id_ = request.request_id
+        return not request.leaving and id_ not in self.marked and id_ not in self.retracted
 
     def retract(self, request: Request) -> None:
         """Sends a request back to the head of the queue; what it computed stays as cache."""
@@ -180,7 +181,7 @@ class _Planner(Room):
     def decode(self) -> None:
         """One token for each request whose prompt is done, oldest first."""
         for index, request in enumerate(tuple(self.running)):
-            if not self.stays(request) or not request.prefilled:
+            if not request.prefilled or not self.stays(request):
                 continue
             num_sampled = request.output_len + request.num_in_flight
             if num_sampled >= request.max_tokens or not self.tokens_left or not self.segments_left:
@@ -203,7 +204,7 @@ class _Planner(Room):
     def prefill(self) -> None:
         """Goes on with admitted requests whose prompt is not done, oldest first."""
         for request in tuple(self.running):
-            if self.stays(request) and not request.prefilled:
+            if not request.prefilled and self.stays(request):
                 self.extend(request)
 
     def extend(self, request: Request) -> None:
