@@ -8,6 +8,7 @@ positions, and so must the K/V of every page that is resident in the small cache
     penelope verify                                      # a synthetic trace on a tiny random model
     penelope verify --perturb                            # one bit of one refilled page changed: must find a difference
     penelope verify --host-tokens 960 --swap-tokens 64   # with a host tier, both tiers full, copies under way
+    penelope verify --host-tokens 784 --swap-tokens 64 --device-tokens 784 --batch 1      # as little as one request needs
     penelope verify --host-tokens 960 --swap-tokens 64 --perturb-host      # one bit of one host page: must be found
     penelope verify TRACE --model DIR --dtype bfloat16
 
