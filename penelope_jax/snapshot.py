@@ -11,12 +11,15 @@ it costs the cache, and no file is opened whose checksum is wrong.
 Orbax takes a second to import and is imported here only, when a function needs it.
 """
 
+import contextlib
+import fcntl
 import json
 import os
 import pathlib
 import re
 import shutil
 import zlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -81,17 +84,50 @@ def save_snapshot(
 
     Raises:
         ValueError: the cache is in use, or the configuration has no fingerprint.
-        InputError: it cannot be written; what was there before stays.
+        InputError: it cannot be written, or another process is saving there; what was there before stays.
     """
     if not config.weights_fingerprint:
         raise ValueError("a cache is saved with the fingerprint of its weights; weights_fingerprint is ''.")
     _check_processes()
     outline, sources = outline_of(cache)
     directory = pathlib.Path(directory)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with _alone(directory):
+            path = _save(directory, config, outline, sources, executor)
+    except (OSError, ValueError) as error:
+        raise InputError(f"{directory}: the cache was not saved: {_reason(error)}") from error
+    return Saved(path, outline.num_rows, outline.num_rows * executor.host_pages.page_bytes)
+
+
+@contextlib.contextmanager
+def _alone(directory: pathlib.Path) -> Iterator[None]:
+    """Locks a directory, where its file system can: two processes that write at once would mix their pages.
+
+    Raises:
+        ValueError: another process has the lock.
+    """
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError("another process is saving its cache there.") from error
+        except OSError as error:
+            logging.warning("%s: cannot be locked, %s; no other process may save there.", directory, error.strerror)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _save(
+    directory: pathlib.Path, config: EngineConfig, outline: Outline, sources: Sources, executor: "JaxExecutor"
+) -> pathlib.Path:
+    """Writes a snapshot aside, gives it its name and removes those before; returns its path."""
     writing = directory / _WRITING
     try:
         shutil.rmtree(writing, ignore_errors=True)
-        writing.mkdir(parents=True)
+        writing.mkdir()
         _write_pages(writing, sources, executor)
         _write(writing / "tree", {name: getattr(outline, name) for name in _ARRAYS})
         header: dict[str, Any] = {
@@ -107,13 +143,11 @@ def save_snapshot(
         before = _snapshots(directory)
         path = directory / f"snapshot-{max(before, default=-1) + 1}"
         os.rename(writing, path)
-    except (OSError, ValueError) as error:
-        raise InputError(f"{directory}: the cache was not saved: {_reason(error)}") from error
     finally:
         shutil.rmtree(writing, ignore_errors=True)
     for old in before.values():
         shutil.rmtree(old, ignore_errors=True)
-    return Saved(path, outline.num_rows, outline.num_rows * executor.host_pages.page_bytes)
+    return path
 
 
 def check_snapshot(directory: str | os.PathLike[str], config: EngineConfig, executor: "JaxExecutor") -> None:

@@ -304,6 +304,36 @@ def test_a_save_takes_the_place_of_those_before_and_of_what_was_left_of_one(
     assert contents(restore_snapshot(tmp_path, TWO, target).cache, target) == expected
 
 
+def test_two_processes_do_not_save_into_one_directory_at_once(tmp_path, cache, executor, target, expected, monkeypatch):
+    """Else one would give its tree and its checksums to pages of the other."""
+    refused = []
+    real = snapshot._write
+
+    def write(directory, arrays):
+        real(directory, arrays)
+        if directory.name == "tree":
+            with pytest.raises(InputError) as caught:  # another descriptor is as good as another process
+                save_snapshot(tmp_path, TWO, used_cache(TWO), executor)
+            refused.append(str(caught.value))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(snapshot, "_write", write)
+        save_snapshot(tmp_path, TWO, cache, executor)
+    assert refused == [f"{tmp_path}: the cache was not saved: another process is saving its cache there."]
+    assert [path.name for path in tmp_path.iterdir()] == ["snapshot-0"]
+    assert contents(restore_snapshot(tmp_path, TWO, target).cache, target) == expected
+    assert save_snapshot(tmp_path, TWO, cache, executor).path.name == "snapshot-1"
+
+
+def test_a_file_system_without_locks_is_none_the_less_written_to(tmp_path, cache, executor, monkeypatch, caplog):
+    def flock(_descriptor, _how):
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(snapshot.fcntl, "flock", flock)
+    assert save_snapshot(tmp_path, TWO, cache, executor).path.is_dir()
+    assert f"{tmp_path}: cannot be locked, Operation not supported; no other process may save there." in caplog.text
+
+
 def test_a_directory_that_cannot_be(tmp_path, cache, executor):
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match=re.escape(f"{tmp_path / 'file'}: the cache was not saved: ")):
