@@ -83,6 +83,9 @@ POLICIES: dict[str, Policy] = {
     )
 }
 
+MAX_TIER_PAGES = 2**24
+"""Most pages of a tier: the cache lists them all."""
+
 SCHEDULERS: tuple[str, ...] = ("lpm", "lpm-cost", "fcfs")
 
 
@@ -172,7 +175,7 @@ class EngineConfig:
             "prefetch_tokens",
             "load_units",
         ):
-            if getattr(self, name) < 0:
+            if not getattr(self, name) >= 0:  # not a number either
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative.")
         for name in ("device_tokens", "host_tokens", "max_step_tokens"):
             if getattr(self, name) % self.page_size:
@@ -189,6 +192,16 @@ class EngineConfig:
                 raise ValueError(
                     f"max_moving_tokens={self.max_moving_tokens} must be 0 or at least 2 pages of {self.page_size} tokens: "
                     "with both tiers full a page is loaded while another one leaves."
+                )
+        for name, number in (
+            ("device_tokens", self.num_device_pages),
+            ("host_tokens", self.num_host_pages),
+            ("swap_tokens", self.num_swap_pages),
+        ):
+            if number > MAX_TIER_PAGES:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} are {number} pages of {self.page_size} tokens; at most "
+                    f"{MAX_TIER_PAGES} can be."
                 )
         if self.scheduler not in SCHEDULERS:
             raise ValueError(f"unknown scheduler {self.scheduler!r}; known: {', '.join(SCHEDULERS)}.")

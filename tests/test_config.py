@@ -76,6 +76,14 @@ def test_an_unknown_policy_is_an_error_that_lists_the_known_ones():
         ({"output_reserve": -1}, "output_reserve=-1 must not be negative."),
         ({"max_wait_s": -0.5}, "max_wait_s=-0.5 must not be negative."),
         ({"linear_cost": -1.0}, "linear_cost=-1.0 must not be negative."),
+        ({"max_wait_s": float("nan")}, "max_wait_s=nan must not be negative."),
+        *[
+            (
+                {"host_tokens": 64, name: 2**31},
+                f"{name}=2147483648 are 33554432 pages of 64 tokens; at most 16777216 can be.",
+            )
+            for name in ("device_tokens", "host_tokens", "swap_tokens")
+        ],
         ({"scheduler": "sjf"}, "unknown scheduler 'sjf'; known: lpm, lpm-cost, fcfs."),
     ],
 )
