@@ -19,6 +19,8 @@ def check_flags(args: argparse.Namespace, num_policies: int) -> None:
     """Raises InputError if `--cache-dir` does not go with other flags, or a cache could not be saved there later."""
     if args.cache_dir is None:
         return
+    if not args.cache_dir:
+        raise InputError("--cache-dir '': no directory is named; '.' would be this one.")
     if num_policies > 1:
         raise InputError(f"--cache-dir {args.cache_dir}: takes one policy; {num_policies} are to be compared.")
     if args.event_log is not None:

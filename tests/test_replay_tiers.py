@@ -178,3 +178,11 @@ def test_flags_that_do_not_go_with_a_cache_directory(capsys, trace, tmp_path, mo
     out, err = capsys.readouterr()
     assert out == "" and err == f"penelope replay: error: --cache-dir {name}: {reason}\n"
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_an_empty_name_is_no_cache_directory(capsys, trace, tmp_path, monkeypatch):
+    """A shell variable that is not set must not fill the working directory with snapshots."""
+    monkeypatch.chdir(tmp_path)
+    assert penelope("replay", trace, *QUICK, *TIERS, "--cache-dir", "") == 2
+    message = "penelope replay: error: --cache-dir '': no directory is named; '.' would be this one.\n"
+    assert capsys.readouterr() == ("", message) and not list(tmp_path.iterdir())
