@@ -70,7 +70,8 @@ class MoveDone:
     Attributes:
         done: ids of moves whose pages are where they were to go.
         failed: ids of moves that did not happen: nothing was put into their targets. What a failed demotion was to
-            save is lost, as its device pages have been used again; what a failed load was to bring is still on the host.
+            save is lost, as its device pages have been used again; what a failed load was to bring is given up, so that
+            nobody tries for ever. Whoever needs these pages computes them.
         time_s: when.
     """
 
