@@ -146,7 +146,7 @@ class Room:
         left = self.config.max_prefetch_pages - self._num_prefetching()
         pins = []
         for request in waiting:
-            if left <= 0:
+            if left <= 0 or self._moving_left <= 0:
                 break
             limit = (len(request.prompt) - 1) // self.config.page_size
             found = radix_tree.match(self.cache, request.prompt, request.namespace, limit)
@@ -158,7 +158,11 @@ class Room:
             self.cache, pin = histories.pin(self.cache, found, request.namespace)
             pins.append(pin)
             path = tuple(node.node_id for node in radix_tree.path_nodes(self.cache, pin.node_id))
-            left -= self.load(request.request_id, path, found.stop, left, newest=before)
+            wanted = min(left, tiers.loadable(self.cache, path, found.stop))
+            got = self.load(request.request_id, path, found.stop, left, newest=before)
+            left -= got
+            if got < wanted:
+                break  # nor would those behind it get any
         for pin in pins:
             self.cache = histories.unpin(self.cache, pin)
 
