@@ -252,19 +252,10 @@ def make_executor(
     num_pages = num_pages or config.num_device_pages
     with bad_input():
         try:
-            return JaxExecutor(
-                model.config,
-                model.params,
-                num_pages=num_pages,
-                page_size=config.page_size,
-                max_context=config.max_context,
-                max_segments=config.max_step_segments,
-                max_step_tokens=config.max_step_tokens,
-                num_host_pages=config.num_host_pages + config.num_swap_pages,
-                # Of two caches a node may be larger than the bound; it then goes alone.
-                max_moving_pages=None if config.policy.inclusive else config.max_moving_pages,
-                **options,
-            )
+            # Of two caches a node may be larger than the bound; it then goes alone.
+            bound = None if config.policy.inclusive else config.max_moving_pages
+            more: dict[str, Any] = {"num_pages": num_pages, "max_moving_pages": bound} | options
+            return JaxExecutor.for_engine(config, model.config, model.params, **more)
         except jax.errors.JaxRuntimeError as error:
             tokens = num_pages * config.page_size
             raise ValueError(f"a pool of {tokens} tokens cannot be allocated: {str(error).splitlines()[0]}") from error

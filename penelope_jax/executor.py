@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from penelope_jax import pool_bytes
 from penelope_jax.batch import Buckets, ForwardBatch, build_batch, padding_batch
-from penelope_jax.config import check_page_size
+from penelope_jax.config import EngineConfig, check_page_size
 from penelope_jax.forward import POOL_SPEC, StepOutputs, StepSettings, forward_step
 from penelope_jax.host_pages import HostPages, check_pages
 from penelope_jax.kernels.page_copy import PAGE_BUCKETS, gather_pages, padded_ids, padded_pages, scatter_pages
@@ -148,6 +148,19 @@ class JaxExecutor:
         self._last_samples = _zeros((max_segments,), "int32", replicated)
         shapes = slots_like(max_segments, config.vocab_size)
         self._slots = jax.tree.map(lambda like: _zeros(like.shape, like.dtype.name, replicated), shapes)
+
+    @classmethod
+    def for_engine(cls, engine: EngineConfig, config: ModelConfig, params: Params, **options: Any) -> "JaxExecutor":
+        """Returns an executor with room for all that an engine of this configuration plans; `options` add or override."""
+        sizes: dict[str, Any] = {
+            "num_pages": engine.num_device_pages,
+            "page_size": engine.page_size,
+            "max_context": engine.max_context,
+            "max_segments": engine.max_step_segments,
+            "max_step_tokens": engine.max_step_tokens,
+            "num_host_pages": engine.num_host_pages + engine.num_swap_pages,
+        }
+        return cls(config, params, **(sizes | options))
 
     @property
     def num_compilations(self) -> int:
