@@ -137,8 +137,8 @@ def test_missing_and_truncated_weights(capsys, trace, tmp_path):
 
 
 def test_a_pool_that_does_not_fit_the_memory(capsys, trace):
-    line = error_line(capsys, "replay", trace, "--model", "random:tiny", "--device-tokens", 64 * 10**12)
-    assert "error: a pool of 64000000000000 tokens cannot be allocated: RESOURCE_EXHAUSTED: " in line
+    line = error_line(capsys, "replay", trace, "--model", "random:tiny", "--device-tokens", 64 * 2**24)
+    assert "error: a pool of 1073741824 tokens cannot be allocated: RESOURCE_EXHAUSTED: " in line
 
 
 def test_usage_errors(capsys):
