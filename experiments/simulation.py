@@ -160,8 +160,8 @@ def summary(
         simulation.records,
         last_turns={session.session_id: session.last_turn for session in sessions},
         evicted_pages=counters.evicted_pages,
-        moved_pages=getattr(counters, "moved_pages", 0),
-        swapped_loads=getattr(counters, "swapped_loads", 0),
+        moved_pages=counters.moved_pages,
+        swapped_loads=counters.swapped_loads,
         config=config,
         run={
             **run,

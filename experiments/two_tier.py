@@ -43,7 +43,6 @@ POLICIES = "sglang,sglang-reclaim,sglang-device-lpm,penelope"
 class Task:
     """One simulation: what differs from the flags."""
 
-    part: str
     seed: int
     policy: str
     num_live: int
@@ -110,7 +109,6 @@ def tables(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Compares the policies at each number of live sessions; prints the tables."""
     tasks = [
         Task(
-            part="tables",
             seed=seed,
             policy=policy,
             num_live=num_live,
@@ -170,7 +168,6 @@ def sweep(args: argparse.Namespace) -> list[dict[str, Any]]:
     ]
     tasks = [
         Task(
-            part="sweep",
             seed=seed,
             policy=policy,
             num_live=num_live,
@@ -215,7 +212,6 @@ def sweep(args: argparse.Namespace) -> list[dict[str, Any]]:
 def timeline(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Shows what moved when, in the first sample under the last policy."""
     task = Task(
-        part="timeline",
         seed=args.seed,
         policy=args.policy[-1],
         num_live=args.live[-1],
