@@ -26,8 +26,9 @@ from penelope_jax.driver import HashExecutor
 from penelope_jax.events import Finished, MoveDone, Submit
 from penelope_jax.eviction import evict
 from penelope_jax.invariants import check_cache
+from penelope_jax.lookup import match
 from penelope_jax.metrics import write_json
-from penelope_jax.radix_tree import CacheState, make_cache, match, path_nodes
+from penelope_jax.radix_tree import CacheState, make_cache, path_nodes
 from penelope_jax.segments import SamplingParams
 from penelope_jax.state import make_state
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penelope_jax import radix_tree
+from penelope_jax import lookup, radix_tree
 from penelope_jax.events import Finished, Flush, Refused, Sampled, Submit
 from penelope_jax.log_replay import Moment
 from penelope_jax.moves import Move
@@ -168,7 +168,7 @@ def namespace_of(cache: CacheState, node_id: int) -> str:
 def residency(conversation: Conversation, cache: CacheState) -> np.ndarray:
     """Returns i8[pages]: the tier of each whole page of a conversation."""
     tiers = np.full(len(conversation.tokens) // (TOKEN_BYTES * cache.page_size), Tier.MISSING, np.int8)
-    for span in radix_tree.match(cache, conversation.array(), conversation.namespace).spans:
+    for span in lookup.match(cache, conversation.array(), conversation.namespace).spans:
         tiers[span.start // cache.page_size : span.stop // cache.page_size] = span.tier
     return tiers
 

@@ -12,9 +12,10 @@ from penelope_jax.experiments import log_conversations, log_query, render
 from penelope_jax.experiments.log_conversations import Conversations
 from penelope_jax.experiments.log_query import Occurrence
 from penelope_jax.log_replay import Moment
+from penelope_jax.lookup import walk
 from penelope_jax.moves import Move, MoveKind
 from penelope_jax.pages import NO_PAGE, Tier
-from penelope_jax.radix_tree import LEAVING, NO_OWNER, CacheState, Node, moving_of, owners_of, walk
+from penelope_jax.radix_tree import LEAVING, NO_OWNER, CacheState, Node, moving_of, owners_of
 from penelope_jax.state import EngineState, Request, private_page_ids
 
 _OF_MOVES = ("demoted_pages", "loaded_pages", "prefetched_pages", "swapped_loads", "lost_pages")
@@ -123,9 +124,8 @@ def tree_lines(cache: CacheState, conversations: Conversations, state: EngineSta
         pinned[request.pin.node_id].append(f"r{request.request_id}")
     ends = collections.defaultdict(list)
     for conversation in conversations:
-        data = bytes(conversation.tokens)
-        num_pages = len(data) // (4 * cache.page_size)
-        path, _ = walk(cache, data, conversation.namespace, num_pages)
+        tokens = np.frombuffer(bytes(conversation.tokens), np.int32)
+        path, _ = walk(cache, tokens, conversation.namespace, len(tokens) // cache.page_size)
         if path:
             ends[path[-1].node_id].append(conversation)
     lines = []

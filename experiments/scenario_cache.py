@@ -5,7 +5,7 @@ import dataclasses
 
 import numpy as np
 
-from penelope_jax import demotion, eviction, histories, pages, radix_tree, tiers
+from penelope_jax import demotion, eviction, histories, lookup, pages, tiers
 from penelope_jax.config import policy_named
 from penelope_jax.errors import InputError, bad_input
 from penelope_jax.experiments.kv_model import history_hashes
@@ -27,7 +27,7 @@ def _take(world: World, num_pages: int) -> tuple[CacheState, np.ndarray]:
 
 def _match(world: World, line: Line, history: str) -> Match:
     tokens = world.words.tokens(history, line.place)
-    return radix_tree.match(world.state.cache, tokens, line.options.get("salt", ""))
+    return lookup.match(world.state.cache, tokens, line.options.get("salt", ""))
 
 
 def insert(world: World, line: Line) -> list[str]:

@@ -1,14 +1,13 @@
 """Admission: what a request gets when it starts to run, and whether there is room for it."""
 
-import dataclasses
-
 import numpy as np
 
-from penelope_jax import cost, histories, radix_tree, tiers
+from penelope_jax import cost, histories, lookup, radix_tree, tiers
+from penelope_jax.changed import changed
 from penelope_jax.config import EngineConfig
 from penelope_jax.events import RequestMetrics
 from penelope_jax.pages import NO_PAGE, Tier, frozen
-from penelope_jax.radix_tree import NO_OWNER, CacheState
+from penelope_jax.radix_tree import NO_OWNER, CacheState, LookUp
 from penelope_jax.state import Request
 
 
@@ -42,6 +41,12 @@ def resolved_max_tokens(config: EngineConfig, prompt_len: int, max_tokens: int |
     return min(config.max_context, pool) - prompt_len
 
 
+def look_up(cache: CacheState, request: Request) -> LookUp:
+    """Looks up what the cache holds of a waiting request's prompt; the last token is computed in any case."""
+    limit = (len(request.prompt) - 1) // cache.page_size
+    return lookup.look_up(cache, request.prompt, request.namespace, limit, request.lookup)
+
+
 def admit(cache: CacheState, config: EngineConfig, request: Request) -> tuple[CacheState, Request]:
     """Gives a waiting request its path: matched, touched, pinned, its holes owned (rule 10).
 
@@ -52,12 +57,11 @@ def admit(cache: CacheState, config: EngineConfig, request: Request) -> tuple[Ca
     """
     size = config.page_size
     prompt_len = len(request.prompt)
-    limit = (prompt_len - 1) // size
-    found = radix_tree.match(cache, request.prompt, request.namespace, limit)
+    found = look_up(cache, request).found
     load_units = 0.0 if config.policy.inclusive else config.load_units  # SGLang loads whatever is there
     cheaper = tiers.drop_cheap(cache, found.node_ids, found.stop, config.linear_cost, load_units)
     if cheaper is not cache:
-        cache, found = cheaper, radix_tree.match(cheaper, request.prompt, request.namespace, limit)
+        cache, found = cheaper, look_up(cheaper, request).found
     path_pages = prompt_len // size
     if prompt_len % size == 0 and _last_page_known(cache, request, path_pages):
         path_pages -= 1  # a full hit: the last page is recomputed into a private page (rule 3)
@@ -67,9 +71,10 @@ def admit(cache: CacheState, config: EngineConfig, request: Request) -> tuple[Ca
     refilled = tuple((start, min(stop, found.stop)) for start, stop in claim.owned if start < found.stop)
     if request.metrics is None:
         metrics = _metrics(config, request, found, refilled)
-        request = dataclasses.replace(request, metrics=metrics)
-    return cache, dataclasses.replace(
+        request = changed(request, metrics=metrics)
+    return cache, changed(
         request,
+        lookup=None,
         pin=claim.pin,
         path_stop=path_stop,
         match_stop=found.stop,
@@ -84,7 +89,7 @@ def _num_pages(spans: tuple[tuple[int, int], ...], page_size: int) -> int:
 
 
 def _last_page_known(cache: CacheState, request: Request, num_pages: int) -> bool:
-    found = radix_tree.match(cache, request.prompt, request.namespace, num_pages)
+    found = lookup.match(cache, request.prompt, request.namespace, num_pages)
     if found.stop < num_pages * cache.page_size:
         return False
     return found.page_ids[-1] != NO_PAGE or found.spans[-1].owner != NO_OWNER
@@ -129,8 +134,8 @@ def claimed_pages(config: EngineConfig, request: Request) -> int:
 
 def evictable_pages(cache: CacheState, config: EngineConfig, running: tuple[Request, ...]) -> int:
     """Returns how many device pages of the tree no running request needs: they can be evicted, or move to the host."""
-    pinned = np.zeros(config.num_device_pages, bool)
-    for request in running:
-        table = request.page_table[: request.path_stop // config.page_size]
-        pinned[table[table != NO_PAGE]] = True
-    return cache.num_device - int(np.count_nonzero(pinned))
+    pinned = np.zeros(config.num_device_pages + 1, bool)  # the last one stands for NO_PAGE
+    tables = [request.page_table[: request.path_stop // config.page_size] for request in running]
+    if tables:
+        pinned[np.concatenate(tables)] = True
+    return cache.num_device - int(np.count_nonzero(pinned[:-1]))

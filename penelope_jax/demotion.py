@@ -12,7 +12,7 @@ from penelope_jax import leaf_order, pages
 from penelope_jax.config import Policy, Start
 from penelope_jax.eviction import runs
 from penelope_jax.pages import NO_PAGE, Tier
-from penelope_jax.radix_tree import PLANNED, CacheState, Node, moving_of
+from penelope_jax.radix_tree import PLANNED, CacheState, Node
 from penelope_jax.tree_edit import TreeEdit
 
 
@@ -67,10 +67,7 @@ _NONE = np.empty(0, np.int32)
 
 
 def _put_on_host(edit: TreeEdit, node: Node, first: int, host_ids: np.ndarray) -> None:
-    node = edit.set_pages(node, first, host_ids, Tier.HOST)
-    moving = moving_of(node).copy()
-    moving[first : first + len(host_ids)] = PLANNED
-    edit.set_moving(node, moving)
+    edit.set_pages(node, first, host_ids, Tier.HOST, PLANNED)
     for host_id in host_ids.tolist():
         edit.moving = edit.moving.set(host_id, node.node_id)
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from penelope_jax import tiers
 from penelope_jax.admission import refusal, resolved_max_tokens
+from penelope_jax.changed import changed
 from penelope_jax.config import EngineConfig
 from penelope_jax.events import (
     Abort,
@@ -29,7 +30,7 @@ from penelope_jax.leaving import release, with_retracted
 from penelope_jax.pages import frozen
 from penelope_jax.planning import plan
 from penelope_jax.segments import StepDone
-from penelope_jax.state import EngineState, Request, changed, count, make_state
+from penelope_jax.state import EngineState, Request, count, make_state
 
 __all__ = ["apply", "make_state", "plan", "refusal_of"]
 
@@ -49,7 +50,7 @@ def apply(state: EngineState, events: tuple[Event, ...] | list[Event]) -> tuple[
     for event in events:
         if not isinstance(event, Event):
             raise TypeError(f"unknown event {event!r}.")
-        state = dataclasses.replace(state, now_s=max(state.now_s, event.time_s))
+        state = changed(state, now_s=max(state.now_s, event.time_s))
         match event:
             case Submit():
                 state = _submit(state, event, updates)
@@ -64,7 +65,7 @@ def apply(state: EngineState, events: tuple[Event, ...] | list[Event]) -> tuple[
             case Flush():
                 cache = tiers.let_go(state.cache) if state.cache.moves else state.cache
                 cache, _ = evict(cache, cache.num_resident, state.config.policy)
-                state = dataclasses.replace(state, cache=cache)
+                state = changed(state, cache=cache)
     return state, tuple(updates)
 
 
@@ -98,7 +99,7 @@ def _submit(state: EngineState, event: Submit, updates: list[Update]) -> EngineS
     message = refusal_of(state.config, event)
     if message is not None:
         updates.append(Refused(request_id=event.request_id, message=message))
-        return dataclasses.replace(state, counters=count(state.counters, refused=1))
+        return changed(state, counters=count(state.counters, refused=1))
     prompt = frozen(np.array(event.tokens, np.int32))
     start = event.sampling.prompt_logprobs_from
     max_tokens = resolved_max_tokens(state.config, len(prompt), event.sampling.max_tokens)
@@ -113,7 +114,7 @@ def _submit(state: EngineState, event: Submit, updates: list[Update]) -> EngineS
         sampling=dataclasses.replace(event.sampling, max_tokens=max_tokens),
         score_pos=len(prompt) if start is None else start,
     )
-    return dataclasses.replace(state, waiting=(*state.waiting, request), next_arrival=state.next_arrival + 1)
+    return changed(state, waiting=(*state.waiting, request), next_arrival=state.next_arrival + 1)
 
 
 def _abort(state: EngineState, event: Abort, updates: list[Update]) -> EngineState:
@@ -121,12 +122,12 @@ def _abort(state: EngineState, event: Abort, updates: list[Update]) -> EngineSta
         if request.request_id == event.request_id:
             updates.append(_finished(request, "abort"))
             waiting = tuple(other for other in state.waiting if other is not request)
-            return dataclasses.replace(state, waiting=waiting, counters=count(state.counters, finished=1))
+            return changed(state, waiting=waiting, counters=count(state.counters, finished=1))
     for request in state.running:
         if request.request_id == event.request_id and request.leaving in ("", "retract"):
-            marked = dataclasses.replace(request, leaving="abort")
+            marked = changed(request, leaving="abort")
             running = tuple(marked if other is request else other for other in state.running)
-            return _let_go(dataclasses.replace(state, running=running), updates)
+            return _let_go(changed(state, running=running), updates)
     return state
 
 
@@ -143,13 +144,13 @@ def _stop(state: EngineState, event: Stop, updates: list[Update]) -> EngineState
     num_dropped = request.output_len - event.num_tokens
     num_kept = max(0, len(request.outputs) - num_dropped)
     num_cut = request.num_cut + num_dropped - (len(request.outputs) - num_kept)
-    stopped = dataclasses.replace(request, outputs=request.outputs[:num_kept], num_cut=num_cut, leaving="stop")
+    stopped = changed(request, outputs=request.outputs[:num_kept], num_cut=num_cut, leaving="stop")
     if any(other is request for other in state.waiting):
         updates.append(_finished(stopped, "stop"))
         waiting = tuple(other for other in state.waiting if other is not request)
-        return dataclasses.replace(state, waiting=waiting, counters=count(state.counters, finished=1))
+        return changed(state, waiting=waiting, counters=count(state.counters, finished=1))
     running = tuple(stopped if other is request else other for other in state.running)
-    return _let_go(dataclasses.replace(state, running=running), updates)
+    return _let_go(changed(state, running=running), updates)
 
 
 def _step_done(state: EngineState, event: StepDone, updates: list[Update]) -> EngineState:
@@ -194,8 +195,8 @@ def _step_done(state: EngineState, event: StepDone, updates: list[Update]) -> En
         if request.leaving != "abort":
             values = frozen(np.array(scores[first : first + num_rows], np.float32))
             updates.append(Scored(request_id=request_id, start=start, logprobs=values, reused=reused))
-            running[request_id] = dataclasses.replace(request, score_pos=start + num_rows)
-    return _let_go(dataclasses.replace(state, running=tuple(running.values()), in_flight=tuple(rest)), updates)
+            running[request_id] = changed(request, score_pos=start + num_rows)
+    return _let_go(changed(state, running=tuple(running.values()), in_flight=tuple(rest)), updates)
 
 
 def _move_done(state: EngineState, event: MoveDone) -> EngineState:
@@ -208,7 +209,7 @@ def _move_done(state: EngineState, event: MoveDone) -> EngineState:
     for move_id in event.failed:
         cache, number = tiers.fail(cache, move_id, heirs)
         num_lost += number
-    return dataclasses.replace(state, cache=cache, counters=count(state.counters, lost_pages=num_lost))
+    return changed(state, cache=cache, counters=count(state.counters, lost_pages=num_lost))
 
 
 def _tops(event: StepDone, wanted: list[int]) -> list[tuple[tuple[int, float], ...]]:
@@ -242,7 +243,7 @@ def _let_go(state: EngineState, updates: list[Update]) -> EngineState:
             else:
                 updates.append(_finished(request, request.leaving))
                 counters = count(counters, finished=1)
-    return dataclasses.replace(state, cache=cache, running=tuple(running), waiting=waiting, counters=counters)
+    return changed(state, cache=cache, running=tuple(running), waiting=waiting, counters=counters)
 
 
 def _finished(request: Request, reason: str) -> Finished:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from penelope_jax.lookup import walk
 from penelope_jax.pages import NO_PAGE, Tier, frozen
 from penelope_jax.radix_tree import (
     NO_OWNER,
@@ -18,7 +19,6 @@ from penelope_jax.radix_tree import (
     as_tokens,
     owners_of,
     path_nodes,
-    walk,
 )
 from penelope_jax.tree_edit import TreeEdit
 
@@ -55,8 +55,7 @@ def _end_node(edit: TreeEdit, tokens: np.ndarray, num_pages: int, namespace: str
     root = edit.root(namespace)
     if num_pages == 0:
         return root
-    data = tokens.tobytes()
-    path, last_pages = walk(cache, data, namespace, num_pages)
+    path, last_pages = walk(cache, tokens, namespace, num_pages)
     page_bytes = cache.page_size * TOKEN_BYTES
     if not path:
         node = root
@@ -68,7 +67,7 @@ def _end_node(edit: TreeEdit, tokens: np.ndarray, num_pages: int, namespace: str
     missing = num_pages - start // cache.page_size
     if missing == 0:
         return node
-    text = data[start * TOKEN_BYTES : num_pages * page_bytes]
+    text = tokens[start : num_pages * cache.page_size].tobytes()
     child = edit.put(
         Node(
             node_id=edit.new_id(),

@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penelope_jax.radix_tree import TOKEN_BYTES, common_pages
+from penelope_jax.lookup import common_pages
+from penelope_jax.radix_tree import TOKEN_BYTES
 
 
 class IdealHit(NamedTuple):

@@ -4,11 +4,10 @@ There is one release path. Computed pages become cache, the rest is freed, unfil
 them, and the pin goes back last.
 """
 
-import dataclasses
-
 import numpy as np
 
 from penelope_jax import histories, pages
+from penelope_jax.changed import changed
 from penelope_jax.pages import NO_PAGE
 from penelope_jax.radix_tree import CacheState
 from penelope_jax.state import NO_PIN, Request
@@ -40,7 +39,7 @@ def release(
     )
     freed = np.concatenate([inserted.refused, request.page_table[full_pages:]])
     assert (freed != NO_PAGE).all(), f"request {request.request_id} frees a page it does not have"
-    cache = dataclasses.replace(cache, device=pages.give_back(cache.device, freed))
+    cache = changed(cache, device=pages.give_back(cache.device, freed))
     heirs = tuple((other.request_id, other.pin) for other in running if not other.prefilled and not other.leaving)
     cache = histories.pass_on(cache, request.pin, request.request_id, heirs)
     cache = histories.unpin(cache, request.pin)
@@ -50,7 +49,7 @@ def release(
     prompt.flags.writeable = False
     return (
         cache,
-        dataclasses.replace(
+        changed(
             request,
             prompt=prompt,
             num_retractions=request.num_retractions + 1,

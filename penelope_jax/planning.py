@@ -4,18 +4,17 @@ All decisions are here; the plan is plain data and the executor only does what i
 changes to one state and never escapes `plan`.
 """
 
-import dataclasses
-
 import numpy as np
 
 from penelope_jax import histories, radix_tree, scheduler
-from penelope_jax.admission import admit, claimed_pages, evictable_pages
+from penelope_jax.admission import admit, claimed_pages, evictable_pages, look_up
+from penelope_jax.changed import changed
 from penelope_jax.config import InsertUnit
 from penelope_jax.leaving import release, with_retracted
 from penelope_jax.pages import NO_PAGE, Tier, frozen
 from penelope_jax.room import Room
 from penelope_jax.segments import Segment, SegmentKind, SlotStart, StepPlan
-from penelope_jax.state import EngineState, InFlight, Request, changed, count
+from penelope_jax.state import EngineState, InFlight, Request, count
 
 _COUNTER_OF = {
     SegmentKind.PHANTOM: "phantom_tokens",
@@ -23,6 +22,7 @@ _COUNTER_OF = {
     SegmentKind.DECODE: "decode_tokens",
     SegmentKind.SCORE: "score_tokens",
 }
+_IN_FLIGHT = frozen(np.array([-1], np.int32))
 
 
 def plan(state: EngineState) -> tuple[EngineState, StepPlan | None]:
@@ -89,7 +89,7 @@ class _Planner(Room):
                 self.retract(request)
                 return True
         if staying and len(staying) == len(younger):
-            self.store(dataclasses.replace(staying[-1], leaving="retract"))
+            self.store(changed(staying[-1], leaving="retract"))
             self.marked.add(staying[-1].request_id)
         return False
 
@@ -116,19 +116,17 @@ class _Planner(Room):
 
     def add(self, request: Request, kind: SegmentKind, start: int, stop: int, sample: bool, feed: int = -1) -> None:
         """Adds a row; the request's page table must cover it."""
-        score_stop = request.original_len - 1
         targets = None
-        if kind is not SegmentKind.DECODE and max(start, request.score_pos) < min(stop, score_stop):
-            targets = np.full(stop - start, -1, np.int32)
-            first, last = max(start, request.score_pos), min(stop, score_stop)
-            targets[first - start : last - start] = request.prompt[first + 1 : last + 1]
-            targets = frozen(targets)
         if kind is SegmentKind.DECODE:
-            known = stop <= len(request.prompt) + len(request.outputs)
-            token = request.outputs[start - len(request.prompt)] if known else -1
-            tokens = frozen(np.array([token], np.int32))
+            known = start - len(request.prompt)
+            tokens = frozen(np.array(request.outputs[known : known + 1], np.int32)) if feed < 0 else _IN_FLIGHT
         else:
             tokens = request.prompt[start:stop]
+            first, last = max(start, request.score_pos), min(stop, request.original_len - 1)
+            if first < last:
+                targets = np.full(stop - start, -1, np.int32)
+                targets[first - start : last - start] = request.prompt[first + 1 : last + 1]
+                targets = frozen(targets)
         num_pages = -(-stop // self.page_size)
         slot = request.slot if sample else -1
         begins = slot >= 0 and kind is not SegmentKind.DECODE
@@ -196,23 +194,24 @@ class _Planner(Room):
                         self.retract(request)  # older requests go on and finish
                     continue
                 table = frozen(np.concatenate([request.page_table, page_ids]))
-                request = dataclasses.replace(request, page_table=table)
+                request = changed(request, page_table=table)
             in_flight = position >= len(request.prompt) + len(request.outputs)
             self.add(request, SegmentKind.DECODE, position, position + 1, True, request.feed if in_flight else -1)
             self.store(self.planned_to(request, position + 1, sampled=True), index)
 
     def prefill(self) -> None:
         """Goes on with admitted requests whose prompt is not done, oldest first."""
-        for request in tuple(self.running):
+        for index, request in enumerate(tuple(self.running)):
             if not request.prefilled and self.stays(request):
-                self.extend(request)
+                self.extend(request, index)
 
-    def extend(self, request: Request) -> None:
+    def extend(self, request: Request, index: int) -> None:
         """Takes the front of the request's compute list, up to the budget."""
         path_pages = request.path_stop // self.page_size
         if not self.tokens_left or not self.segments_left:
             # Nobody is admitted either: what it owns is counted again when there is a budget.
-            self.load_path(request)
+            if self.cache.num_host:
+                self.load_path(request, radix_tree.path_nodes(self.cache, request.pin.node_id))
             return
         if (request.page_table[:path_pages] == NO_PAGE).any():
             # Pages that another request filled since, or that were loaded.
@@ -223,10 +222,10 @@ class _Planner(Room):
                 # Another request's output reached the tree first: now a full hit, recomputed into a private page.
                 path_pages -= 1
                 table = table[:path_pages].copy()
-                request = dataclasses.replace(request, path_stop=path_pages * self.page_size)
+                request = changed(request, path_stop=path_pages * self.page_size)
             owners = radix_tree.owners_along(path)
-            num_owned = int((owners == request.request_id).sum()) + self.load_path(request)
-            request = dataclasses.replace(request, page_table=frozen(table), num_owned=num_owned)
+            num_owned = int(np.count_nonzero(owners == request.request_id)) + self.load_path(request, path)
+            request = changed(request, page_table=frozen(table), num_owned=num_owned)
         else:
             owners = np.empty(0, np.int64)
         rows: list[tuple[SegmentKind, int, int]] = []
@@ -252,7 +251,7 @@ class _Planner(Room):
             chunked = self.config.policy.insert_unit is InsertUnit.CHUNK and rows[-1][0] is SegmentKind.REAL
             if chunked and stop < request.path_stop:
                 self.cache = histories.split_at(self.cache, request.pin, stop // self.page_size * self.page_size)
-        self.store(request)
+        self.store(request, index)
 
     def next_span(
         self, request: Request, owners: np.ndarray, tokens_left: int
@@ -273,12 +272,12 @@ class _Planner(Room):
             score_stop = min(stop, request.original_len - 1)
             first = max(position, request.score_pos)
             if first >= score_stop:
-                return dataclasses.replace(request, next_pos=stop), None, position, stop
+                return changed(request, next_pos=stop), None, position, stop
             last = min(score_stop, first + tokens_left)
             if last == first:
                 return None
             after = stop if last == score_stop else last
-            return dataclasses.replace(request, next_pos=after), SegmentKind.SCORE, first, last
+            return changed(request, next_pos=after), SegmentKind.SCORE, first, last
         if page < path_pages:
             if owners[page] != request.request_id:
                 return None  # another request fills it, in a later step than this
@@ -310,7 +309,7 @@ class _Planner(Room):
             num_owned = request.num_owned - num_pages
         else:
             new_table, num_owned = np.concatenate([table, page_ids]), request.num_owned
-        request = dataclasses.replace(request, page_table=frozen(new_table), next_pos=stop, num_owned=num_owned)
+        request = changed(request, page_table=frozen(new_table), next_pos=stop, num_owned=num_owned)
         return request, kind, position, stop
 
     def admit(self) -> None:
@@ -324,13 +323,15 @@ class _Planner(Room):
         matches: dict[int, radix_tree.Match] = {}
         before = self.cache.clock
         if scheduler.needs_match(self.config.scheduler):
+            queue = []
             for request in self.waiting:
-                limit = (len(request.prompt) - 1) // self.page_size
-                found = radix_tree.match(self.cache, request.prompt, request.namespace, limit)
-                matches[request.request_id] = found
+                lookup = look_up(self.cache, request)
+                matches[request.request_id] = lookup.found
+                queue.append(changed(request, lookup=lookup))
                 if self.config.policy.stamp_waiting:
-                    self.cache = histories.touch(self.cache, found)
-        state = dataclasses.replace(self.state, waiting=self.waiting)
+                    self.cache = histories.touch(self.cache, lookup.found)
+            self.waiting = tuple(queue)
+        state = changed(self.state, waiting=self.waiting)
         for request in scheduler.ordered(state, matches):
             full = full or not self.tokens_left or not self.segments_left
             if full or len(self.running) >= self.config.max_running or request.request_id in self.retracted:
@@ -345,12 +346,12 @@ class _Planner(Room):
                 break
             self.cache = cache
             self.waiting = tuple(other for other in self.waiting if other.request_id != request.request_id)
-            admitted = dataclasses.replace(admitted, slot=slot)
+            admitted = changed(admitted, slot=slot)
             self.running.append(admitted)
             self.tell("admitted", int(request.metrics is None))
-            self.extend(admitted)
+            self.extend(admitted, len(self.running) - 1)
         if self.cache.num_host and not self.is_short and not self.config.policy.inclusive:
-            waiting = dataclasses.replace(self.state, waiting=self.waiting)
+            waiting = changed(self.state, waiting=self.waiting)
             self.prefetch(scheduler.ordered(waiting, matches), before)
 
     def free_slot(self) -> int:
@@ -360,7 +361,7 @@ class _Planner(Room):
 
     def finish(self) -> tuple[EngineState, StepPlan | None]:
         moves = self.start_moves()
-        state = dataclasses.replace(
+        state = changed(
             self.state,
             cache=self.cache,
             running=tuple(self.running),
@@ -390,7 +391,7 @@ class _Planner(Room):
             sampled=tuple(segment.request_id for segment in plan_.segments if segment.sample is not None),
             scored=tuple(scored),
         )
-        state = dataclasses.replace(
+        state = changed(
             state,
             next_step=plan_.step + 1,
             in_flight=(*state.in_flight, flight),

@@ -21,7 +21,6 @@ has nothing on the device any more, and a touch that ends there stamps the devic
 """
 
 import dataclasses
-import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -30,7 +29,7 @@ import numpy as np
 
 from penelope_jax import pages
 from penelope_jax.leaf_order import LeafOrder
-from penelope_jax.pages import NO_PAGE, PagePool, Tier, frozen
+from penelope_jax.pages import NO_PAGE, PagePool, Tier
 
 TOKEN_BYTES = 4
 NO_OWNER = -1
@@ -95,6 +94,20 @@ class Match(NamedTuple):
     page_ids: np.ndarray
 
 
+class LookUp(NamedTuple):
+    """A lookup and what it met on its way, which spares the next lookup of the same tokens most of its work.
+
+    Attributes:
+        path: nodes met after the namespace's root, as they were.
+        last_pages: pages of the last one that match.
+        found: the match.
+    """
+
+    path: tuple[Node, ...]
+    last_pages: int
+    found: Match
+
+
 class Pin(NamedTuple):
     """Receipt of a pin: it protects the path to `node_id`, up to position `stop`."""
 
@@ -103,7 +116,7 @@ class Pin(NamedTuple):
     stop: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class CacheState:
     """Radix tree, pools and logical clock. Every old value stays valid.
 
@@ -192,104 +205,9 @@ def as_tokens(tokens) -> np.ndarray:
     return np.ascontiguousarray(tokens, dtype=np.int32)
 
 
-def common_pages(left: bytes, right: bytes, page_size: int) -> int:
-    """Returns how many whole pages two runs of tokens have in common from their start."""
-    count = min(len(left), len(right)) // TOKEN_BYTES
-    differs = np.frombuffer(left, np.int32, count) != np.frombuffer(right, np.int32, count)
-    first = int(differs.argmax()) if count else 0
-    return (first if count and differs[first] else count) // page_size
-
-
-def walk(cache: CacheState, data: bytes, namespace: str, num_pages: int) -> tuple[list[Node], int]:
-    """Follows tokens down the tree.
-
-    Args:
-        cache: the cache.
-        data: i32 tokens as bytes, at least `num_pages` pages of them.
-        namespace: the namespace.
-        num_pages: pages to follow at most.
-
-    Returns:
-        The nodes met after the namespace's root, and how many pages of the last one match (all pages of the others do).
-    """
-    root_id = cache.roots.get(namespace)
-    path: list[Node] = []
-    if root_id is None:
-        return path, 0
-    nodes = cache.nodes
-    page_bytes = cache.page_size * TOKEN_BYTES
-    node, position, limit = nodes[root_id], 0, num_pages * page_bytes
-    while position < limit:
-        child_id = node.children.get(data[position : position + page_bytes])
-        if child_id is None:
-            break
-        node = nodes[child_id]
-        path.append(node)
-        size = len(node.tokens)
-        if position + size > limit or not data.startswith(node.tokens, position):
-            rest = data[position : min(position + size, limit)]
-            return path, common_pages(node.tokens, rest, cache.page_size)
-        position += size
-    return path, path[-1].num_pages if path else 0
-
-
-def match(cache: CacheState, tokens, namespace: str = "", max_pages: int | None = None) -> Match:
-    """Finds the longest known path of `tokens`, through holes (rule 1). Writes nothing.
-
-    Trailing missing pages that nobody is filling are not part of the match.
-
-    Args:
-        cache: the cache.
-        tokens: i32[n].
-        namespace: the namespace.
-        max_pages: pages to match at most; None: all whole pages of `tokens`.
-
-    Returns:
-        The match, whole pages only.
-    """
-    tokens = as_tokens(tokens)
-    limit = len(tokens) // cache.page_size
-    path, last_pages = walk(cache, tokens.tobytes(), namespace, limit if max_pages is None else min(limit, max_pages))
-    if not path:
-        return Match((), 0, (), frozen(np.empty(0, np.int32)))
-    page_ids = np.concatenate([*(node.page_ids for node in path[:-1]), path[-1].page_ids[:last_pages]])
-    tiers = np.concatenate([*(node.tiers for node in path[:-1]), path[-1].tiers[:last_pages]])
-    if any(node.owners is not None for node in path):
-        owners = np.concatenate([owners_of(node) for node in path])[: len(page_ids)]
-    else:
-        owners = None
-    known = page_ids != NO_PAGE if owners is None else (page_ids != NO_PAGE) | (owners != NO_OWNER)
-    if not known[-1]:
-        size = int(known.nonzero()[0][-1]) + 1 if known.any() else 0
-        page_ids, tiers, owners = page_ids[:size], tiers[:size], None if owners is None else owners[:size]
-    stop = len(page_ids) * cache.page_size
-    while path and path[-1].start >= stop:
-        path.pop()
-    spans = _spans(tiers, owners, cache.page_size)
-    return Match(spans, stop, tuple(node.node_id for node in path), frozen(page_ids.copy()))
-
-
 def owners_of(node: Node) -> np.ndarray:
     """Returns i64[num_pages]: which request fills each page of a node."""
     return np.full(node.num_pages, NO_OWNER, np.int64) if node.owners is None else node.owners
-
-
-def _spans(tiers: np.ndarray, owners: np.ndarray | None, page_size: int) -> tuple[Span, ...]:
-    if len(tiers) == 0:
-        return ()
-    changes = tiers[1:] != tiers[:-1]
-    if owners is not None:
-        changes = changes | (owners[1:] != owners[:-1])
-    edges = [0, *(changes.nonzero()[0] + 1).tolist(), len(tiers)]
-    return tuple(
-        Span(
-            start * page_size,
-            stop * page_size,
-            Tier(int(tiers[start])),
-            NO_OWNER if owners is None else int(owners[start]),
-        )
-        for start, stop in itertools.pairwise(edges)
-    )
 
 
 def path_nodes(cache: CacheState, node_id: int) -> list[Node]:
@@ -315,7 +233,15 @@ def path_page_ids(cache: CacheState, node_id: int) -> np.ndarray:
 
 def device_ids_along(path: Sequence[Node]) -> np.ndarray:
     """Returns i32[num_pages]: the device page ids of nodes, NO_PAGE where not on the device."""
-    return np.concatenate([device_ids_of(node) for node in path]) if path else np.empty(0, np.int32)
+    if not path:
+        return np.empty(0, np.int32)
+    ids = np.concatenate([node.page_ids for node in path])
+    first = 0
+    for node in path:
+        if node.num_host:
+            ids[first : first + node.num_pages][node.tiers != Tier.DEVICE] = NO_PAGE
+        first += node.num_pages
+    return ids
 
 
 def path_moving(cache: CacheState, node_id: int) -> np.ndarray:
@@ -336,6 +262,10 @@ def path_owners(cache: CacheState, node_id: int) -> np.ndarray:
 
 def owners_along(path: Sequence[Node]) -> np.ndarray:
     """Returns i64[num_pages]: which request fills each page of nodes."""
-    if all(node.owners is None for node in path):
-        return np.full(sum(node.num_pages for node in path), NO_OWNER, np.int64)
-    return np.concatenate([owners_of(node) for node in path])
+    owners = np.full(sum(node.num_pages for node in path), NO_OWNER, np.int64)
+    first = 0
+    for node in path:
+        if node.owners is not None:
+            owners[first : first + node.num_pages] = node.owners
+        first += node.num_pages
+    return owners

@@ -8,15 +8,17 @@ For comparison, `inclusive.py` makes room as two caches do.
 `Room` collects changes to one cache value while a plan is made, and never escapes it.
 """
 
-import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 
 from penelope_jax import demotion, eviction, histories, inclusive, pages, radix_tree, tiers
+from penelope_jax.admission import look_up
+from penelope_jax.changed import changed
 from penelope_jax.config import EngineConfig
 from penelope_jax.moves import MAX_MOVE_PAGES, Move, MoveKind
 from penelope_jax.pages import Tier
-from penelope_jax.radix_tree import CacheState
+from penelope_jax.radix_tree import CacheState, Node
 from penelope_jax.segments import EvictedSpan
 from penelope_jax.state import Request
 from penelope_jax.tiers import Load
@@ -73,7 +75,7 @@ class Room:
             self.is_short = True
             return None
         pool, page_ids = pages.take(self.cache.device, num_pages)
-        self.cache = dataclasses.replace(self.cache, device=pool)
+        self.cache = changed(self.cache, device=pool)
         return page_ids
 
     def too_few(self, num_pages: int, wanted: int) -> bool:
@@ -81,7 +83,7 @@ class Room:
         return self.moving and num_pages < min(wanted, self._worthwhile)
 
     def load(
-        self, request_id: int, node_ids: tuple[int, ...], stop: int, most: int, *, newest: int | None = None
+        self, request_id: int, node_ids: Sequence[int], stop: int, wanted: int, *, newest: int | None = None
     ) -> int:
         """Begins to load the first host pages of a path, as many as can find a place.
 
@@ -91,13 +93,12 @@ class Room:
             request_id: for whom.
             node_ids: the path, root first.
             stop: its end, in tokens.
-            most: pages at most.
+            wanted: how many; at most `tiers.loadable`.
             newest: make room only with what was not touched after this logical time: a prefetch.
 
         Returns:
             How many pages.
         """
-        wanted = min(most, tiers.loadable(self.cache, node_ids, stop))
         enough = min(wanted, self._worthwhile)
         free = self.cache.device.num_free
         wanted = min(wanted, self._moving_left)
@@ -128,13 +129,11 @@ class Room:
         self.tell("swapped_loads", num_swapped)
         return number
 
-    def load_path(self, request: Request) -> int:
+    def load_path(self, request: Request, path: Sequence[Node]) -> int:
         """Begins to load the host pages of a running request's path; returns how many had to be put off."""
-        if not self.cache.num_host:
-            return 0
-        path = tuple(node.node_id for node in radix_tree.path_nodes(self.cache, request.pin.node_id))
-        wanted = tiers.loadable(self.cache, path, request.path_stop)
-        return wanted - self.load(request.request_id, path, request.path_stop, wanted) if wanted else 0
+        node_ids = [node.node_id for node in path if node.num_host]
+        wanted = tiers.loadable(self.cache, node_ids, request.path_stop)
+        return wanted - self.load(request.request_id, node_ids, request.path_stop, wanted) if wanted else 0
 
     def prefetch(self, waiting: tuple[Request, ...], before: int) -> None:
         """Loads host pages of the requests that are next, within a bound, and only in the place of older histories.
@@ -148,18 +147,17 @@ class Room:
         for request in waiting:
             if left <= 0 or self._moving_left <= 0:
                 break
-            limit = (len(request.prompt) - 1) // self.config.page_size
-            found = radix_tree.match(self.cache, request.prompt, request.namespace, limit)
+            found = look_up(self.cache, request).found
             if not any(span.tier is Tier.HOST for span in found.spans):
                 continue
             # Neither its own pages nor those of whoever is before it make room for it, nor are they the next to leave.
             self.cache = histories.touch(self.cache, found)
-            found = radix_tree.match(self.cache, request.prompt, request.namespace, limit)
+            found = look_up(self.cache, request).found
             self.cache, pin = histories.pin(self.cache, found, request.namespace)
             pins.append(pin)
-            path = tuple(node.node_id for node in radix_tree.path_nodes(self.cache, pin.node_id))
+            path = [node.node_id for node in radix_tree.path_nodes(self.cache, pin.node_id)]
             wanted = min(left, tiers.loadable(self.cache, path, found.stop))
-            got = self.load(request.request_id, path, found.stop, left, newest=before)
+            got = self.load(request.request_id, path, found.stop, wanted, newest=before)
             left -= got
             if got < wanted:
                 break  # nor would those behind it get any

@@ -5,13 +5,13 @@ while it is demoted it is on the host already and its device page is free again.
 ends, page by page, whatever happens to the requests around it.
 """
 
-import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from penelope_jax import cost, pages
+from penelope_jax.changed import changed
 from penelope_jax.eviction import runs
 from penelope_jax.moves import MAX_MOVE_PAGES, Move, MoveKind
 from penelope_jax.pages import NO_PAGE, Tier, frozen
@@ -70,7 +70,7 @@ def loadable(cache: CacheState, node_ids: Sequence[int], stop: int) -> int:
     for node_id in node_ids:
         node = cache.nodes[node_id]
         if node.num_host:
-            number += int(still_on_host(node)[: max(0, stop - node.start) // cache.page_size].sum())
+            number += int(np.count_nonzero(still_on_host(node)[: max(0, stop - node.start) // cache.page_size]))
     return number
 
 
@@ -315,7 +315,7 @@ def _by_node(edit: TreeEdit, move: Move, free_host: list[int], free_device: list
 
 def _finish(edit: TreeEdit, move: Move, free_host: list[int], free_device: list[int]) -> CacheState:
     cache = edit.cache
-    return dataclasses.replace(
+    return changed(
         edit.finish(),
         device=pages.give_back(cache.device, np.array(free_device, np.int32)),
         host=pages.give_back(cache.host, np.array(free_host, np.int32)),

@@ -1,12 +1,12 @@
 """The one place where tree nodes change: a transient editor over a persistent cache state."""
 
-import dataclasses
 from typing import Any
 
 import immutables
 import numpy as np
 
 from penelope_jax import leaf_order
+from penelope_jax.changed import changed
 from penelope_jax.leaf_order import LeafOrder
 from penelope_jax.pages import NO_PAGE, Tier, frozen
 from penelope_jax.radix_tree import (
@@ -18,6 +18,7 @@ from penelope_jax.radix_tree import (
     is_busy,
     is_device_leaf,
     is_leaf,
+    moving_of,
 )
 
 
@@ -43,7 +44,7 @@ class TreeEdit:
         self.next_node_id = cache.next_node_id
 
     def finish(self, **changes) -> CacheState:
-        return dataclasses.replace(
+        return changed(
             self.cache,
             nodes=self.nodes.finish(),
             roots=self.roots,
@@ -179,10 +180,10 @@ class TreeEdit:
         self.put(parent._replace(children=parent.children.set(self.key(node.tokens), prefix_id)))
         return prefix
 
-    def set_pages(self, node: Node, first: int, page_ids: np.ndarray, tier: Tier) -> Node:
+    def set_pages(self, node: Node, first: int, page_ids: np.ndarray, tier: Tier, moving: int = STILL) -> Node:
         """Returns the stored node with pages `[first, first + len(page_ids))` changed to these ids and this tier.
 
-        Whoever owned them owns them no more; they are still, and no host page is a copy of them.
+        Whoever owned them owns them no more, and no host page is a copy of them. They move as `moving` says.
         """
         part = slice(first, first + len(page_ids))
         new_ids, new_tiers = node.page_ids.copy(), node.tiers.copy()
@@ -199,7 +200,7 @@ class TreeEdit:
                 num_resident=node.num_resident + (0 if tier is Tier.MISSING else len(page_ids)) - before,
                 num_host=node.num_host + (len(page_ids) if tier is Tier.HOST else 0) - host_before,
                 owners=_changed(node.owners, part, NO_OWNER),
-                moving=_changed(node.moving, part, STILL),
+                moving=_changed(node.moving, part, STILL) if moving == STILL else _marked(node, part, moving),
                 copies=_changed(node.copies, part, NO_PAGE),
             )
         )
@@ -260,6 +261,12 @@ def _changed(values: np.ndarray | None, part: slice, nothing: int) -> np.ndarray
     values = values.copy()
     values[part] = nothing
     return _or_none(values, nothing)
+
+
+def _marked(node: Node, part: slice, moving: int) -> np.ndarray:
+    values = moving_of(node).copy()
+    values[part] = moving
+    return frozen(values)
 
 
 def _pages_in(node: Node, part: slice) -> dict[str, Any]:

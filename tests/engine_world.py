@@ -11,6 +11,7 @@ from collections import deque
 import numpy as np
 from deep_copies import rendered
 from engine_settings import Sampler
+from repeated_lookups import check_waiting
 from request_history import History, chain_behind, seed_of
 
 from penelope_jax import engine
@@ -40,6 +41,7 @@ class EngineWorld:
         self.counters = self.state.counters
         self.sound = True  # False once a check failed
         self.kinds = dict.fromkeys(SegmentKind, 0)
+        self.num_repeated = 0  # lookups of waiting requests that went on from earlier ones
         self.num_steps = self.num_evicted = self.num_retractions = self.num_finished = self.num_refused = 0
 
     @property
@@ -331,6 +333,7 @@ class EngineWorld:
         state = self.state
         private = private_page_ids(state)
         check_cache(state.cache, private)
+        self.num_repeated += check_waiting(state)
         assert len(state.running) <= self.config.max_running
         ids = [request.request_id for request in (*state.waiting, *state.running)]
         assert sorted(ids) == sorted(history.request_id for history in self.live), "requests got lost"

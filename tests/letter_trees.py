@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from penelope_jax import histories, pages, radix_tree
+from penelope_jax import histories, lookup, pages, radix_tree
 from penelope_jax.pages import Tier
 from penelope_jax.radix_tree import CacheState
 
@@ -27,7 +27,7 @@ def make(num_pages: int, *texts: str) -> CacheState:
 
 def stored(cache: CacheState, text: str, namespace: str = "") -> CacheState:
     """Inserts a history, as a request does that found its resident beginning."""
-    found = radix_tree.match(cache, tokens_of(text), namespace)
+    found = lookup.match(cache, tokens_of(text), namespace)
     hit = found.spans[0].stop if found.spans and found.spans[0].tier is not Tier.MISSING else 0
     pool, page_ids = pages.take(cache.device, len(text) - hit // PAGE_SIZE)
     cache, done = histories.insert(dataclasses.replace(cache, device=pool), tokens_of(text), page_ids, hit, namespace)
@@ -36,7 +36,7 @@ def stored(cache: CacheState, text: str, namespace: str = "") -> CacheState:
 
 def shown(cache: CacheState, text: str, namespace: str = "") -> str:
     """Returns the letters of the match, small where missing and unowned, and a digit where a request fills the page."""
-    found = radix_tree.match(cache, tokens_of(text), namespace)
+    found = lookup.match(cache, tokens_of(text), namespace)
     letters = []
     for span in found.spans:
         part = text[span.start // PAGE_SIZE : span.stop // PAGE_SIZE]

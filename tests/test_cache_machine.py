@@ -20,8 +20,9 @@ from hypothesis.stateful import (
     rule,
 )
 from naive_cache import Key, NaiveCache
+from repeated_lookups import RepeatedLookups
 
-from penelope_jax import eviction, histories, leaf_order, pages, radix_tree
+from penelope_jax import eviction, histories, leaf_order, lookup, pages, radix_tree
 from penelope_jax.config import POLICIES, Policy, Start, Unit
 from penelope_jax.invariants import check_cache
 from penelope_jax.pages import NO_PAGE, Tier
@@ -98,6 +99,7 @@ class CacheMachine(RuleBasedStateMachine):
         super().__init__()
         self.seen: list[tuple[CacheState, object]] = []
         self.num_operations = 0
+        self.lookups = RepeatedLookups()
 
     @initialize(
         page_size=st.sampled_from([1, 4, 64]),
@@ -139,7 +141,8 @@ class CacheMachine(RuleBasedStateMachine):
     def match(self, text: str, namespace: str, tail: int, limit: int | None):
         tokens = tokens_of(text, self.page_size, min(tail, self.page_size - 1))
         before = rendered(self.cache)
-        found = radix_tree.match(self.cache, tokens, namespace, limit)
+        found = lookup.match(self.cache, tokens, namespace, limit)
+        self.lookups.check(self.cache, tokens, namespace, limit)
         assert rendered(self.cache) == before
         expected = self.model.match(tokens, namespace, limit)
         assert found.stop == len(expected) * self.page_size
@@ -181,7 +184,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(text=texts, namespace=namespaces)
     def touch(self, text: str, namespace: str):
         tokens = tokens_of(text, self.page_size)
-        found = radix_tree.match(self.cache, tokens, namespace)
+        found = lookup.match(self.cache, tokens, namespace)
         self.model.touch(self.model.key(tokens, found.stop // self.page_size, namespace))
         self.done(histories.touch(self.cache, found))
 
@@ -189,7 +192,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(text=texts, namespace=namespaces)
     def pin(self, text: str, namespace: str):
         tokens = tokens_of(text, self.page_size)
-        found = radix_tree.match(self.cache, tokens, namespace)
+        found = lookup.match(self.cache, tokens, namespace)
         cache, receipt = histories.pin(self.cache, found, namespace)
         assert receipt.stop == found.stop
         key = self.model.key(tokens, found.stop // self.page_size, namespace)

@@ -8,7 +8,7 @@ from engine_world import EngineWorld
 
 from penelope_jax.config import POLICIES, InsertUnit
 from penelope_jax.events import Finished, RequestMetrics, Sampled, Scored
-from penelope_jax.radix_tree import match
+from penelope_jax.lookup import match
 from penelope_jax.segments import SamplingParams, SegmentKind, StepPlan
 
 PHANTOM, REAL, DECODE, SCORE = SegmentKind.PHANTOM, SegmentKind.REAL, SegmentKind.DECODE, SegmentKind.SCORE

@@ -16,9 +16,9 @@ from request_history import History
 
 from penelope_jax import leaving
 from penelope_jax.config import POLICIES, SCHEDULERS, InsertUnit, Policy
+from penelope_jax.lookup import match
 from penelope_jax.pages import Tier
 from penelope_jax.planning import _Planner
-from penelope_jax.radix_tree import match
 from penelope_jax.segments import SamplingParams, SegmentKind
 from penelope_jax.state import EngineState, Request
 
@@ -285,6 +285,7 @@ class EngineMachine(RuleBasedStateMachine):
         totals["evicted pages"] += world.num_evicted
         totals["retractions"] += world.num_retractions
         totals["refused"] += world.num_refused
+        totals["repeated lookups"] += world.num_repeated
         totals["phantom segments"] += world.state.counters.phantom_segments
         totals.update({f"{kind.value} tokens": number for kind, number in world.kinds.items()})
         for history in world.histories.values():
@@ -303,7 +304,14 @@ def run(seeds: range, **options: bool) -> None:
 
 
 def test_engine_keeps_its_promises():
-    happened = ("evicted pages", "retractions", "phantom segments", "several refills in a request", "inheritances")
+    happened = (
+        "evicted pages",
+        "retractions",
+        "phantom segments",
+        "several refills in a request",
+        "inheritances",
+        "repeated lookups",
+    )
     totals = EngineMachine.totals
     totals.clear()
     # What a seed draws depends on the modules that are loaded, so seeds go on until enough has happened.
@@ -351,9 +359,10 @@ def fed_by_the_first(planner: _Planner, request: Request, position: int, *, samp
         ("penelope_jax.engine.release", release_past_the_stop),
         ("penelope_jax.planning._Planner.planned_to", fed_by_the_first),
         ("penelope_jax.planning._Planner.flying", lambda planner, request: False),
+        ("penelope_jax.lookup._same_pages", lambda path, before: len(path) == len(before)),
         ("penelope_jax.config.EngineConfig.namespace", lambda config, cache_salt: ""),
     ],
-    ids=["no heirs", "past the stop", "another's sample", "released in flight", "one namespace"],
+    ids=["no heirs", "past the stop", "another's sample", "released in flight", "stale lookup", "one namespace"],
 )
 def test_a_fault_is_noticed(monkeypatch: pytest.MonkeyPatch, target: str, fault):
     monkeypatch.setattr(target, fault)

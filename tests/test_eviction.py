@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from letter_trees import PAGE_SIZE, make, shown, stored, tokens_of
 
-from penelope_jax import eviction, histories, radix_tree
+from penelope_jax import eviction, histories, lookup, radix_tree
 from penelope_jax.config import POLICIES, Policy
 from penelope_jax.invariants import check_cache
 from penelope_jax.radix_tree import CacheState
@@ -23,7 +23,7 @@ def evicted(cache: CacheState, num_pages: int, name: str = "penelope") -> CacheS
 
 
 def pinned(cache: CacheState, text: str) -> CacheState:
-    return histories.pin(cache, radix_tree.match(cache, tokens_of(text)))[0]
+    return histories.pin(cache, lookup.match(cache, tokens_of(text)))[0]
 
 
 def test_figure_3_frees_the_first_3_of_8_pages():
@@ -179,7 +179,7 @@ def test_the_tail_order_is_lru_then_deepest_first():
 @pytest.mark.parametrize("name", list(POLICIES))
 def test_the_least_recently_used_history_goes_first(name: str):
     cache = make(16, "ABC", "XYZ", "UVW")
-    cache = histories.touch(cache, radix_tree.match(cache, tokens_of("ABC")))
+    cache = histories.touch(cache, lookup.match(cache, tokens_of("ABC")))
     cache = evicted(cache, 3, name)
     assert [shown(cache, text) for text in ("ABC", "XYZ", "UVW")] == ["ABC", "", "UVW"]
     cache = evicted(cache, 3, name)
@@ -190,7 +190,7 @@ def test_the_freed_ids_are_free_again_and_reused():
     cache = evicted(make(6, "ABCDEF"), 2)
     assert list(cache.device.free_ids()) == [0, 1]
     cache = stored(cache, "XY")
-    assert radix_tree.match(cache, tokens_of("XY")).page_ids.tolist() == [0, 1]
+    assert lookup.match(cache, tokens_of("XY")).page_ids.tolist() == [0, 1]
 
 
 # Properties.

@@ -7,7 +7,7 @@ import pytest
 from deep_copies import rendered
 from letter_trees import PAGE_SIZE, make, shown, stored, tokens_of
 
-from penelope_jax import eviction, histories, pages, radix_tree
+from penelope_jax import eviction, histories, lookup, pages, radix_tree
 from penelope_jax.config import POLICIES
 from penelope_jax.invariants import check_cache
 from penelope_jax.pages import NO_PAGE
@@ -22,7 +22,7 @@ def taken(cache: CacheState, num_pages: int) -> tuple[CacheState, np.ndarray]:
 
 
 def pinned(cache: CacheState, text: str) -> tuple[CacheState, Pin]:
-    return histories.pin(cache, radix_tree.match(cache, tokens_of(text)))
+    return histories.pin(cache, lookup.match(cache, tokens_of(text)))
 
 
 def evict_all(cache: CacheState) -> CacheState:
@@ -38,8 +38,8 @@ def test_insert_adopts_what_is_missing_and_refuses_what_is_there():
     cache, done = histories.insert(cache, tokens_of("ABXYZ"), page_ids)
     assert (done.refused.tolist(), done.adopted.tolist()) == ([3, 4], [5, 6, 7])
     check_cache(cache, (3, 4))
-    assert radix_tree.match(cache, tokens_of("ABXYZ")).page_ids.tolist() == [0, 1, 5, 6, 7]
-    assert radix_tree.match(cache, tokens_of("ABC")).page_ids.tolist() == [0, 1, 2]
+    assert lookup.match(cache, tokens_of("ABXYZ")).page_ids.tolist() == [0, 1, 5, 6, 7]
+    assert lookup.match(cache, tokens_of("ABC")).page_ids.tolist() == [0, 1, 2]
 
 
 def test_insert_adopts_a_refilled_hole_like_any_other_page():
@@ -114,7 +114,7 @@ def test_eviction_and_refill_split_nothing():
 def test_a_touch_stamps_only_what_matched():
     """The prefix is used again, the rest of the history is not: the rest is the oldest."""
     cache = make(12, "ABCD", "XY")
-    cache = histories.touch(cache, radix_tree.match(cache, tokens_of("AB")))
+    cache = histories.touch(cache, lookup.match(cache, tokens_of("AB")))
     cache, _ = eviction.evict(cache, 2, POLICIES["vllm"])
     assert (shown(cache, "ABCD"), shown(cache, "XY")) == ("AB", "XY")
     cache, _ = eviction.evict(cache, 2, POLICIES["vllm"])
@@ -123,7 +123,7 @@ def test_a_touch_stamps_only_what_matched():
 
 def test_a_touch_of_nothing_is_nothing():
     cache = make(4, "A")
-    assert histories.touch(cache, radix_tree.match(cache, tokens_of("X"))) is cache
+    assert histories.touch(cache, lookup.match(cache, tokens_of("X"))) is cache
 
 
 def test_a_prefix_inherits_the_stamp_of_what_was_below_it():
@@ -191,7 +191,7 @@ def test_a_pin_tolerates_missing_pages_that_are_filled_while_it_is_out():
 
 def test_a_pin_of_an_empty_match_holds_the_root_only():
     cache = make(4)
-    cache, receipt = histories.pin(cache, radix_tree.match(cache, tokens_of("A")), "tenant")
+    cache, receipt = histories.pin(cache, lookup.match(cache, tokens_of("A")), "tenant")
     check_cache(cache)
     assert (receipt.stop, set(cache.roots)) == (0, {"tenant"})
     cache = histories.unpin(cache, receipt)
@@ -280,7 +280,7 @@ def test_no_operation_changes_an_older_value():
         return new
 
     cache = keep(stored(cache, "ABXY"))
-    cache = keep(histories.touch(cache, radix_tree.match(cache, tokens_of("ABC"))))
+    cache = keep(histories.touch(cache, lookup.match(cache, tokens_of("ABC"))))
     cache, receipt = pinned(keep(cache), "A")
     cache, _ = eviction.evict(keep(cache), 4, PENELOPE)
     cache, claim = histories.claim(keep(cache), tokens_of("ABCD"), 4, owner=5)

@@ -16,7 +16,7 @@ from test_cache_machine import content_of
 from test_tiered_cache_machine import ALL, Run
 from tiered_world import TieredWorld, with_host
 
-from penelope_jax import eviction, radix_tree, tiers
+from penelope_jax import eviction, lookup, tiers
 from penelope_jax.config import EngineConfig, Policy, Unit
 from penelope_jax.eviction import evict
 from penelope_jax.invariants import check_cache
@@ -82,10 +82,10 @@ def test_loads_and_prefetches_evict_nothing(policy):
         before = set(content_of(run.cache).resident)
         for request_id in range(run.random.randint(0, 2)):
             request = request_of(run, request_id)
-            found = radix_tree.match(room.cache, request.prompt, request.namespace)
+            found = lookup.match(room.cache, request.prompt, request.namespace)
             wanted = tiers.loadable(room.cache, found.node_ids, found.stop)
-            most = run.random.randint(0, 8)
-            assert room.load(request_id, found.node_ids, found.stop, most) <= min(most, wanted)
+            wanted = min(wanted, run.random.randint(0, 8))
+            assert room.load(request_id, found.node_ids, found.stop, wanted) <= wanted
         planned, loaded = set(room._demoted), room.tally.get("loaded_pages", 0)
         newest = run.cache.clock if run.random.random() < 0.5 else run.random.randint(0, run.cache.clock)
         room.prefetch(tuple(request_of(run, 10 + number) for number in range(3)), newest)

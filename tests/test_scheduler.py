@@ -6,7 +6,7 @@ import pytest
 from engine_settings import config_of
 from letter_trees import make, tokens_of
 
-from penelope_jax import eviction, radix_tree, scheduler
+from penelope_jax import eviction, lookup, scheduler
 from penelope_jax.config import POLICIES
 from penelope_jax.radix_tree import CacheState, Match
 from penelope_jax.segments import SamplingParams
@@ -37,7 +37,7 @@ def waiting(
 def order_of(state: EngineState) -> list[int]:
     matches: dict[int, Match] = {}
     if scheduler.needs_match(state.config.scheduler):
-        matches = {other.request_id: radix_tree.match(state.cache, other.prompt) for other in state.waiting}
+        matches = {other.request_id: lookup.match(state.cache, other.prompt) for other in state.waiting}
     return [request.request_id for request in scheduler.ordered(state, matches)]
 
 

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 from naive_cache import Key
 from naive_tiers import NaiveTiers
+from repeated_lookups import RepeatedLookups
 from test_cache_machine import Held, content_of, tokens_of
 
-from penelope_jax import demotion, eviction, histories, leaf_order, pages, radix_tree, tiers
+from penelope_jax import demotion, eviction, histories, leaf_order, lookup, pages, radix_tree, tiers
 from penelope_jax.config import POLICIES, Policy, Start
 from penelope_jax.invariants import check_cache
 from penelope_jax.pages import NO_PAGE, Tier
@@ -69,6 +70,7 @@ class Run:
         self.model = NaiveTiers(self.page_size, num_pages, num_host + num_swap)
         self.held: list[Held] = []
         self.next_owner = 0
+        self.lookups = RepeatedLookups()
         self.happened: Counter[str] = Counter()
 
     # Choices.
@@ -86,14 +88,15 @@ class Run:
 
     def found(self) -> tuple[radix_tree.Match, str, Key]:
         tokens, namespace = self.tokens()
-        found = radix_tree.match(self.cache, tokens, namespace)
+        found = lookup.match(self.cache, tokens, namespace)
         return found, namespace, self.model.key(tokens, found.stop // self.page_size, namespace)
 
     # Operations.
 
     def match(self) -> None:
         tokens, namespace = self.tokens()
-        found = radix_tree.match(self.cache, tokens, namespace)
+        found = lookup.match(self.cache, tokens, namespace)
+        self.lookups.check(self.cache, tokens, namespace)
         expected = self.model.match(tokens, namespace)
         assert found.page_ids.tolist() == [NO_PAGE if page_id is None else page_id for _, page_id, _ in expected]
         flat = [span.tier for span in found.spans for _ in range(span.start, span.stop, self.page_size)]
@@ -251,7 +254,7 @@ class Run:
         found, _, key = self.found()
         if waiting := sorted(self.model.on_host - set(self.model.moving)):
             namespace, data = self.random.choice(waiting)
-            found = radix_tree.match(self.cache, np.frombuffer(data, np.int32), namespace)
+            found = lookup.match(self.cache, np.frombuffer(data, np.int32), namespace)
             key = self.model.key(np.frombuffer(data, np.int32), found.stop // self.page_size, namespace)
         wanted = self.model.loadable(key)
         assert tiers.loadable(self.cache, found.node_ids, found.stop) == len(wanted)
