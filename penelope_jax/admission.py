@@ -124,6 +124,14 @@ def _metrics(
     )
 
 
+def have_room(cache: CacheState, config: EngineConfig, running: tuple[Request, ...]) -> bool:
+    """Whether the device has pages for all that these requests may still take."""
+    needed = sum(claimed_pages(config, request) for request in running) - cache.device.num_free
+    # Pages that requests share are counted more than once here, so there may be more.
+    at_least = cache.num_device - sum(request.path_stop for request in running) // config.page_size
+    return needed <= at_least or needed <= evictable_pages(cache, config, running)
+
+
 def claimed_pages(config: EngineConfig, request: Request) -> int:
     """Returns the pages a running request may still take: its unfilled pages, its tail, and its output reserve."""
     earlier_outputs = len(request.prompt) - request.original_len

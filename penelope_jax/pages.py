@@ -118,10 +118,11 @@ def give_back(pool: PagePool, page_ids: np.ndarray) -> PagePool:
     if len(page_ids) == 0:
         return pool
     ids = np.array(page_ids, dtype=np.int32)
-    if ids.min() < 0 or ids.max() >= pool.num_pages:
-        raise ValueError(f"page id {int(ids.min())}..{int(ids.max())} is outside [0, {pool.num_pages}).")
-    if len(set(ids.tolist())) != len(ids):
-        raise ValueError(f"page ids given back twice: {ids.tolist()}.")
+    values = ids.tolist()
+    if min(values) < 0 or max(values) >= pool.num_pages:
+        raise ValueError(f"page id {min(values)}..{max(values)} is outside [0, {pool.num_pages}).")
+    if len(set(values)) != len(values):
+        raise ValueError(f"page ids given back twice: {values}.")
     if pool.num_free + len(ids) > pool.num_pages:
         raise ValueError(f"{len(ids)} pages given back, but only {pool.num_pages - pool.num_free} are out.")
     return PagePool(pool.num_pages, pool.num_free + len(ids), _Run(frozen(ids), pool._runs))

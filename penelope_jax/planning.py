@@ -7,13 +7,14 @@ changes to one state and never escapes `plan`.
 import numpy as np
 
 from penelope_jax import histories, radix_tree, scheduler
-from penelope_jax.admission import admit, claimed_pages, evictable_pages, look_up
+from penelope_jax.admission import admit, have_room, look_up
 from penelope_jax.changed import changed
 from penelope_jax.config import InsertUnit
 from penelope_jax.leaving import release, with_retracted
 from penelope_jax.pages import NO_PAGE, Tier, frozen
 from penelope_jax.room import Room
-from penelope_jax.segments import Segment, SegmentKind, SlotStart, StepPlan
+from penelope_jax.rows import decode_row, prompt_row
+from penelope_jax.segments import Segment, SegmentKind, StepPlan
 from penelope_jax.state import EngineState, InFlight, Request, count
 
 _COUNTER_OF = {
@@ -22,7 +23,6 @@ _COUNTER_OF = {
     SegmentKind.DECODE: "decode_tokens",
     SegmentKind.SCORE: "score_tokens",
 }
-_IN_FLIGHT = frozen(np.array([-1], np.int32))
 
 
 def plan(state: EngineState) -> tuple[EngineState, StepPlan | None]:
@@ -114,43 +114,15 @@ class _Planner(Room):
 
     # Rows.
 
-    def add(self, request: Request, kind: SegmentKind, start: int, stop: int, sample: bool, feed: int = -1) -> None:
-        """Adds a row; the request's page table must cover it."""
-        targets = None
-        if kind is SegmentKind.DECODE:
-            known = start - len(request.prompt)
-            tokens = frozen(np.array(request.outputs[known : known + 1], np.int32)) if feed < 0 else _IN_FLIGHT
-        else:
-            tokens = request.prompt[start:stop]
-            first, last = max(start, request.score_pos), min(stop, request.original_len - 1)
-            if first < last:
-                targets = np.full(stop - start, -1, np.int32)
-                targets[first - start : last - start] = request.prompt[first + 1 : last + 1]
-                targets = frozen(targets)
-        num_pages = -(-stop // self.page_size)
-        slot = request.slot if sample else -1
-        begins = slot >= 0 and kind is not SegmentKind.DECODE
-        self.segments.append(
-            Segment(
-                request_id=request.request_id,
-                kind=kind,
-                start=start,
-                stop=stop,
-                tokens=tokens,
-                page_table=request.page_table[:num_pages],
-                write_from=stop if kind is SegmentKind.SCORE else start,
-                sample=request.sampling if sample else None,
-                targets=targets,
-                feed=feed,
-                slot=slot,
-                slot_start=SlotStart(request.prompt[:-1], request.original_len) if begins else None,
-            )
-        )
-        self.tokens_left -= stop - start
+    def add(self, segment: Segment) -> None:
+        """Adds a row."""
+        num_tokens = segment.stop - segment.start
+        self.segments.append(segment)
+        self.tokens_left -= num_tokens
         self.segments_left -= 1
-        self.planned.add(request.request_id)
-        self.tell(_COUNTER_OF[kind], stop - start)
-        if kind is SegmentKind.PHANTOM:
+        self.planned.add(segment.request_id)
+        self.tell(_COUNTER_OF[segment.kind], num_tokens)
+        if segment.kind is SegmentKind.PHANTOM:
             self.tell("phantom_segments", 1)
 
     def planned_to(self, request: Request, position: int, *, sampled: bool) -> Request:
@@ -195,8 +167,7 @@ class _Planner(Room):
                     continue
                 table = frozen(np.concatenate([request.page_table, page_ids]))
                 request = changed(request, page_table=table)
-            in_flight = position >= len(request.prompt) + len(request.outputs)
-            self.add(request, SegmentKind.DECODE, position, position + 1, True, request.feed if in_flight else -1)
+            self.add(decode_row(request, self.page_size, position))
             self.store(self.planned_to(request, position + 1, sampled=True), index)
 
     def prefill(self) -> None:
@@ -245,7 +216,8 @@ class _Planner(Room):
         if rows:
             done = request.prefilled
             for kind, start, stop in rows:
-                self.add(request, kind, start, stop, done and stop == len(request.prompt))
+                sample = done and stop == len(request.prompt)
+                self.add(prompt_row(request, self.page_size, kind, start, stop, sample=sample))
             request = self.planned_to(request, request.next_pos, sampled=done)
             stop = rows[-1][2]
             chunked = self.config.policy.insert_unit is InsertUnit.CHUNK and rows[-1][0] is SegmentKind.REAL
@@ -340,9 +312,7 @@ class _Planner(Room):
             if slot == self.config.max_step_segments:
                 break
             cache, admitted = admit(self.cache, self.config, request)
-            claimed = sum(claimed_pages(self.config, other) for other in (*self.running, admitted))
-            free = cache.device.num_free + evictable_pages(cache, self.config, (*self.running, admitted))
-            if claimed > free and self.running:
+            if self.running and not have_room(cache, self.config, (*self.running, admitted)):
                 break
             self.cache = cache
             self.waiting = tuple(other for other in self.waiting if other.request_id != request.request_id)

@@ -135,7 +135,7 @@ class SlotStart(NamedTuple):
     prompt_len: int
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Segment:
     """A row of the ragged batch: positions `[start, stop)` of one request's history.
 

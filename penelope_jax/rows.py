@@ -1,0 +1,66 @@
+"""The rows of a step: segments made of what a request holds."""
+
+import numpy as np
+
+from penelope_jax.changed import changed
+from penelope_jax.pages import frozen
+from penelope_jax.segments import Segment, SegmentKind, SlotStart
+from penelope_jax.state import Request
+
+_IN_FLIGHT = frozen(np.array([-1], np.int32))
+_DECODE = Segment(
+    request_id=-1, kind=SegmentKind.DECODE, start=0, stop=1, tokens=_IN_FLIGHT, page_table=_IN_FLIGHT, write_from=0
+)
+
+
+def decode_row(request: Request, page_size: int, position: int) -> Segment:
+    """Returns the row that feeds back the token at `position`, which is known or sampled by the step before.
+
+    There is one for each running request in every step, so it is made by changing another.
+    """
+    known = position - len(request.prompt)
+    in_flight = known >= len(request.outputs)
+    return changed(
+        _DECODE,
+        request_id=request.request_id,
+        start=position,
+        stop=position + 1,
+        tokens=_IN_FLIGHT if in_flight else frozen(np.array(request.outputs[known : known + 1], np.int32)),
+        page_table=request.page_table[: position // page_size + 1],
+        write_from=position,
+        sample=request.sampling,
+        feed=request.feed if in_flight else -1,
+        slot=request.slot,
+    )
+
+
+def prompt_row(request: Request, page_size: int, kind: SegmentKind, start: int, stop: int, *, sample: bool) -> Segment:
+    """Returns the row that computes or scores positions `[start, stop)` of the prompt.
+
+    Args:
+        request: its page table covers them.
+        page_size: tokens a page.
+        kind: any but a decode.
+        start, stop: positions.
+        sample: whether the last one is sampled.
+    """
+    targets = None
+    first, last = max(start, request.score_pos), min(stop, request.original_len - 1)
+    if first < last:
+        targets = np.full(stop - start, -1, np.int32)
+        targets[first - start : last - start] = request.prompt[first + 1 : last + 1]
+        targets = frozen(targets)
+    slot = request.slot if sample else -1
+    return Segment(
+        request_id=request.request_id,
+        kind=kind,
+        start=start,
+        stop=stop,
+        tokens=request.prompt[start:stop],
+        page_table=request.page_table[: -(-stop // page_size)],
+        write_from=stop if kind is SegmentKind.SCORE else start,
+        sample=request.sampling if sample else None,
+        targets=targets,
+        slot=slot,
+        slot_start=SlotStart(request.prompt[:-1], request.original_len) if slot >= 0 else None,
+    )
