@@ -57,6 +57,7 @@ def release(
             path_stop=0,
             match_stop=0,
             page_table=np.empty(0, np.int32),
+            view=None,
             num_owned=0,
             next_pos=0,
             outputs=(),

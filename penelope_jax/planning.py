@@ -12,6 +12,7 @@ from penelope_jax.changed import changed
 from penelope_jax.config import InsertUnit
 from penelope_jax.leaving import release, with_retracted
 from penelope_jax.pages import NO_PAGE, Tier, frozen
+from penelope_jax.path_view import PathView, view_path
 from penelope_jax.room import Room
 from penelope_jax.rows import decode_row, prompt_row
 from penelope_jax.segments import Segment, SegmentKind, StepPlan
@@ -178,31 +179,14 @@ class _Planner(Room):
 
     def extend(self, request: Request, index: int) -> None:
         """Takes the front of the request's compute list, up to the budget."""
-        path_pages = request.path_stop // self.page_size
+        request = self.seen_again(request)
         if not self.tokens_left or not self.segments_left:
-            # Nobody is admitted either: what it owns is counted again when there is a budget.
-            if self.cache.num_host:
-                self.load_path(request, radix_tree.path_nodes(self.cache, request.pin.node_id))
+            self.store(request, index)
             return
-        if (request.page_table[:path_pages] == NO_PAGE).any():
-            # Pages that another request filled since, or that were loaded.
-            path = radix_tree.path_nodes(self.cache, request.pin.node_id)
-            table = request.page_table.copy()
-            table[:path_pages] = radix_tree.device_ids_along(path)
-            if request.path_stop == len(request.prompt) and path[-1].tiers[-1] != Tier.MISSING:
-                # Another request's output reached the tree first: now a full hit, recomputed into a private page.
-                path_pages -= 1
-                table = table[:path_pages].copy()
-                request = changed(request, path_stop=path_pages * self.page_size)
-            owners = radix_tree.owners_along(path)
-            num_owned = int(np.count_nonzero(owners == request.request_id)) + self.load_path(request, path)
-            request = changed(request, page_table=frozen(table), num_owned=num_owned)
-        else:
-            owners = np.empty(0, np.int64)
         rows: list[tuple[SegmentKind, int, int]] = []
         tokens_left = self.tokens_left
         while request.next_pos < len(request.prompt) and len(rows) < self.segments_left:
-            taken = self.next_span(request, owners, tokens_left)
+            taken = self.next_span(request, tokens_left)
             if taken is None:
                 break
             request, kind, start, stop = taken
@@ -219,15 +203,39 @@ class _Planner(Room):
                 sample = done and stop == len(request.prompt)
                 self.add(prompt_row(request, self.page_size, kind, start, stop, sample=sample))
             request = self.planned_to(request, request.next_pos, sampled=done)
+            request = changed(request, view=None) if done else request
             stop = rows[-1][2]
             chunked = self.config.policy.insert_unit is InsertUnit.CHUNK and rows[-1][0] is SegmentKind.REAL
             if chunked and stop < request.path_stop:
                 self.cache = histories.split_at(self.cache, request.pin, stop // self.page_size * self.page_size)
         self.store(request, index)
 
-    def next_span(
-        self, request: Request, owners: np.ndarray, tokens_left: int
-    ) -> tuple[Request, SegmentKind | None, int, int] | None:
+    def seen_again(self, request: Request) -> Request:
+        """Brings its page table up to date with pages that others filled or that were loaded, and begins to load more.
+
+        What it still has to take is counted anew.
+        """
+        path_pages = request.path_stop // self.page_size
+        if not (request.page_table[:path_pages] == NO_PAGE).any():
+            return request
+        view = self.view_of(request)
+        if view is not request.view:
+            table = request.page_table.copy()
+            table[:path_pages] = radix_tree.device_ids_along(view.nodes)[:path_pages]
+            if request.path_stop == len(request.prompt) and view.nodes[-1].tiers[-1] != Tier.MISSING:
+                # Another request's output reached the tree first: now a full hit, recomputed into a private page.
+                path_pages -= 1
+                table = table[:path_pages].copy()
+                request = changed(request, path_stop=path_pages * self.page_size, view=None)
+                view = self.view_of(request)
+            request = changed(request, page_table=frozen(table), view=view)
+        num_owned = view.num_owned + self.load_path(request, view)
+        return request if num_owned == request.num_owned else changed(request, num_owned=num_owned)
+
+    def view_of(self, request: Request) -> PathView:
+        return view_path(self.cache, request.pin.node_id, request.path_stop, request.request_id, request.view)
+
+    def next_span(self, request: Request, tokens_left: int) -> tuple[Request, SegmentKind | None, int, int] | None:
         """Takes the next piece of the compute list.
 
         Returns:
@@ -251,6 +259,8 @@ class _Planner(Room):
             after = stop if last == score_stop else last
             return changed(request, next_pos=after), SegmentKind.SCORE, first, last
         if page < path_pages:
+            assert request.view is not None, "its path was looked at, since a page is missing"
+            owners = request.view.owners
             if owners[page] != request.request_id:
                 return None  # another request fills it, in a later step than this
             mine = (owners[page:path_pages] == request.request_id) & (table[page:path_pages] == NO_PAGE)

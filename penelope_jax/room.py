@@ -18,7 +18,8 @@ from penelope_jax.changed import changed
 from penelope_jax.config import EngineConfig
 from penelope_jax.moves import MAX_MOVE_PAGES, Move, MoveKind
 from penelope_jax.pages import Tier
-from penelope_jax.radix_tree import CacheState, Node
+from penelope_jax.path_view import PathView
+from penelope_jax.radix_tree import CacheState
 from penelope_jax.segments import EvictedSpan
 from penelope_jax.state import Request
 from penelope_jax.tiers import Load
@@ -129,11 +130,12 @@ class Room:
         self.tell("swapped_loads", num_swapped)
         return number
 
-    def load_path(self, request: Request, path: Sequence[Node]) -> int:
+    def load_path(self, request: Request, view: PathView) -> int:
         """Begins to load the host pages of a running request's path; returns how many had to be put off."""
-        node_ids = [node.node_id for node in path if node.num_host]
-        wanted = tiers.loadable(self.cache, node_ids, request.path_stop)
-        return wanted - self.load(request.request_id, node_ids, request.path_stop, wanted) if wanted else 0
+        wanted = view.num_loadable
+        if not wanted:
+            return 0
+        return wanted - self.load(request.request_id, view.host_node_ids, request.path_stop, wanted)
 
     def prefetch(self, waiting: tuple[Request, ...], before: int) -> None:
         """Loads host pages of the requests that are next, within a bound, and only in the place of older histories.

@@ -8,6 +8,7 @@ from penelope_jax.changed import changed
 from penelope_jax.config import EngineConfig
 from penelope_jax.events import RequestMetrics
 from penelope_jax.pages import frozen
+from penelope_jax.path_view import PathView
 from penelope_jax.radix_tree import CacheState, LookUp, Pin, make_cache
 from penelope_jax.segments import SamplingParams
 
@@ -39,6 +40,7 @@ class Request:
         path_stop: tokens of the path that are the tree's.
         match_stop: end of the match at admission; missing spans below it are holes.
         page_table: i32[pages], read-only; NO_PAGE for pages of the path that are not on the device.
+        view: while pages of the path are not on the device, what it saw of the path when `page_table` was brought up to date.
         num_owned: pages of the path that are still to be taken for it: those that it must fill, and those on the host
             whose load has not begun.
         next_pos: every position below it is resident, or planned by this request.
@@ -67,6 +69,7 @@ class Request:
     path_stop: int = 0
     match_stop: int = 0
     page_table: np.ndarray = dataclasses.field(default_factory=lambda: _NO_PAGES)
+    view: PathView | None = None
     num_owned: int = 0
     next_pos: int = 0
     outputs: tuple[int, ...] = ()
