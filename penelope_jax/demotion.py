@@ -94,8 +94,9 @@ def _private_front(edit: TreeEdit, node: Node, num_pages: int) -> list[tuple[Nod
     while chain and num_pages > 0:
         node = chain.pop()
         # In the uppermost node the history begins behind its last missing page.
-        missing = np.flatnonzero(node.page_ids == NO_PAGE)
-        start = int(missing[-1]) + 1 if len(missing) and not chosen else 0
+        start = 0
+        if node.num_resident < node.num_pages and not chosen:
+            start = int((node.page_ids == NO_PAGE).nonzero()[0][-1]) + 1
         for first, last in runs(node.tiers[start:] == Tier.DEVICE, num_pages):
             chosen.append((node, start + first, start + last))
             num_pages -= last - first

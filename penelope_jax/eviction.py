@@ -144,8 +144,9 @@ def _resident_runs(node: Node, num_pages: int) -> list[tuple[Node, int, int]]:
 
 def runs(wanted: np.ndarray, num_pages: int) -> list[tuple[int, int]]:
     """Returns the runs `[first, last)` of True in `wanted`, from the front, `num_pages` in all or what there is."""
-    padded = np.concatenate([[False], wanted, [False]])
-    edges = np.flatnonzero(padded[1:] != padded[:-1]).tolist()
+    padded = np.zeros(len(wanted) + 2, bool)
+    padded[1:-1] = wanted
+    edges = (padded[1:] != padded[:-1]).nonzero()[0].tolist()
     found: list[tuple[int, int]] = []
     for first, last in zip(edges[::2], edges[1::2]):
         if num_pages <= 0:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from penelope_jax.eviction import runs
 from penelope_jax.lookup import walk
 from penelope_jax.pages import NO_PAGE, Tier, frozen
 from penelope_jax.radix_tree import (
@@ -141,9 +142,7 @@ def insert(
 
 def _fill_where(edit: TreeEdit, node: Node, first: int, missing: np.ndarray, given: np.ndarray) -> None:
     """Fills the missing pages of `node` from page `first` on, run by run."""
-    padded = np.concatenate([[False], missing, [False]])
-    edges = np.flatnonzero(padded[1:] != padded[:-1])
-    for begin, end in zip(edges[::2].tolist(), edges[1::2].tolist()):
+    for begin, end in runs(missing, len(missing)):
         node = edit.set_pages(node, first + begin, given[begin:end], Tier.DEVICE)
 
 
@@ -233,9 +232,7 @@ def claim(cache: CacheState, tokens, num_pages: int, owner: int, namespace: str 
 
 
 def _runs(mask: np.ndarray, start: int, page_size: int) -> list[tuple[int, int]]:
-    padded = np.concatenate([[False], mask, [False]])
-    edges = (np.flatnonzero(padded[1:] != padded[:-1]) * page_size + start).tolist()
-    return list(zip(edges[::2], edges[1::2]))
+    return [(first * page_size + start, last * page_size + start) for first, last in runs(mask, len(mask))]
 
 
 def _joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -187,12 +187,12 @@ class TreeEdit:
         """
         part = slice(first, first + len(page_ids))
         new_ids, new_tiers = node.page_ids.copy(), node.tiers.copy()
-        before = int((new_ids[part] != NO_PAGE).sum())
-        host_before = int((new_tiers[part] == Tier.HOST).sum())
+        before = int(np.count_nonzero(new_ids[part] != NO_PAGE))
+        host_before = int(np.count_nonzero(new_tiers[part] == Tier.HOST)) if node.num_host else 0
         new_ids[part] = page_ids
         new_tiers[part] = tier
         if node.copies is not None:
-            self.num_copies -= int((node.copies[part] != NO_PAGE).sum())
+            self.num_copies -= int(np.count_nonzero(node.copies[part] != NO_PAGE))
         return self.put(
             node._replace(
                 page_ids=frozen(new_ids),
