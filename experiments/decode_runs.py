@@ -196,11 +196,12 @@ def _only_decodes(state: EngineState, overlap: bool) -> bool:
 # What a plan changes in the cache when it only decodes and looks at waiting requests: stamps, where those are kept, and
 # the numbers of pins that are given back at once.
 _MAY_CHANGE = {"nodes", "leaves", "device_leaves", "clock", "next_pin_id"}
+_REQUEST_FIELDS = dataclasses.fields(Request)
 
 
 def _steady(before: EngineState, after: EngineState) -> bool:
     """Whether planning left the queue and the cache as they were, but for stamps."""
-    if before.waiting is not after.waiting or len(before.running) != len(after.running):
+    if not _same_queue(before.waiting, after.waiting) or len(before.running) != len(after.running):
         return False
     if any(a.request_id != b.request_id for a, b in zip(before.running, after.running, strict=True)):
         return False
@@ -209,6 +210,15 @@ def _steady(before: EngineState, after: EngineState) -> bool:
         if field.name not in _MAY_CHANGE and old is not new and (isinstance(old, PagePool) or old != new):
             return False
     return True
+
+
+def _same_queue(before: tuple[Request, ...], after: tuple[Request, ...]) -> bool:
+    """Whether the same requests wait, whatever is remembered of their last lookup."""
+    return len(before) == len(after) and all(
+        old is new
+        or all(vars(old)[field.name] is vars(new)[field.name] for field in _REQUEST_FIELDS if field.name != "lookup")
+        for old, new in zip(before, after, strict=True)
+    )
 
 
 def _steps_left(request: Request, page_size: int) -> int:
