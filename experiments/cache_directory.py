@@ -80,7 +80,11 @@ def save(directory: str, config: EngineConfig, cache: CacheState, executor: "Jax
     """
     from penelope_jax.snapshot import save_snapshot
 
-    saved = save_snapshot(directory, config, cache, executor)
+    try:
+        saved = save_snapshot(directory, config, cache, executor)
+    except KeyboardInterrupt:
+        print(f"The cache was not saved: {directory} keeps what it held.")
+        raise
     print(
         f"Saved to {saved.path}: {cache.num_device:,} pages from the device, {cache.num_host:,} from the host, "
         f"{saved.num_bytes / 1e6:,.1f} MB."

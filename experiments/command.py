@@ -1,6 +1,6 @@
 """How a command starts and ends: flags through absl and argparse, one line and exit code 2 for what the user got wrong.
 
-Anything else that fails is a fault of ours and keeps its trace.
+Ctrl-C where nothing can be kept ends in one line too. Anything else that fails is a fault of ours and keeps its trace.
 """
 
 import argparse
@@ -15,6 +15,7 @@ from absl.flags import argparse_flags
 from penelope_jax.errors import InputError
 
 BAD_INPUT = 2  # exit code
+INTERRUPTED = 130  # exit code after Ctrl-C, as shells have it
 CLOSED_PIPE = 141  # exit code, that of a process ended by SIGPIPE
 
 
@@ -38,6 +39,9 @@ def execute(args: argparse.Namespace) -> int:
         text = " ".join(str(error).split())
         print(f"{args.prog}: error: {text}", file=sys.stderr)
         return BAD_INPUT
+    except KeyboardInterrupt:
+        print(f"{args.prog}: interrupted.", file=sys.stderr)
+        return INTERRUPTED
     except BrokenPipeError:
         # Whoever read the output has seen enough (`| head`); what is left must not be flushed into the closed pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -21,13 +21,12 @@ from penelope_jax.errors import InputError, bad_input
 from penelope_jax.event_log import EventLogWriter
 from penelope_jax.experiments import cache_directory, engine_flags, engine_options, load_cost
 from penelope_jax.experiments.closed_loop import Call, ClosedLoop, RealClock, play
+from penelope_jax.experiments.command import INTERRUPTED
 from penelope_jax.experiments.sessions import Session
 from penelope_jax.experiments.text_table import text_table
 from penelope_jax.metrics import Recorder, RequestRecord, summarize, write_json, write_records
 from penelope_jax.radix_tree import CacheState
 from penelope_jax.state import EngineCounters
-
-INTERRUPTED = 130  # exit code after Ctrl-C, as shells have it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,23 +79,28 @@ class Stoppable(Protocol):
 
 @contextlib.contextmanager
 def stop_on_interrupt(clock: Stoppable) -> Iterator[threading.Event]:
-    """Yields an event that the first Ctrl-C sets, ending a wait of `clock`; the second raises KeyboardInterrupt."""
+    """Yields an event that the first Ctrl-C or SIGTERM sets, ending a wait of `clock`; the second does as always."""
     stopped = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield stopped
         return
-    before = signal.getsignal(signal.SIGINT)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
     def handle(_signal: int, _frame: object) -> None:
         stopped.set()
         clock.stop()
-        signal.signal(signal.SIGINT, before)
+        restore()
 
-    signal.signal(signal.SIGINT, handle)
+    for number in before:
+        signal.signal(number, handle)
     try:
         yield stopped
     finally:
-        signal.signal(signal.SIGINT, before)
+        restore()
 
 
 def run_replay(

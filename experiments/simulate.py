@@ -23,7 +23,7 @@ from penelope_jax.config import EngineConfig, Policy
 from penelope_jax.device_profiles import PROFILES, DeviceProfile, profile_named
 from penelope_jax.errors import InputError, bad_input
 from penelope_jax.experiments import engine_flags, engine_options, simulation_tables
-from penelope_jax.experiments.replay import INTERRUPTED
+from penelope_jax.experiments.command import INTERRUPTED
 from penelope_jax.experiments.sessions import Session
 from penelope_jax.experiments.simulation import run_simulation, summary
 from penelope_jax.metrics import write_json, write_records

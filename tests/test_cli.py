@@ -267,7 +267,8 @@ cli.main(["penelope", "replay", {trace!r}, "--model", "random:tiny", "--page-siz
 """
 
 
-def test_ctrl_c_prints_what_was_measured_so_far(trace, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_prints_what_was_measured_so_far(trace, tmp_path, number):
     out = tmp_path / "out.json"
     code = SLOW.format(tests=os.path.dirname(__file__), trace=str(trace), out=str(out))
     process = subprocess.Popen(
@@ -279,7 +280,7 @@ def test_ctrl_c_prints_what_was_measured_so_far(trace, tmp_path):
             if line == "step 12\n":
                 break
         time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         text, errors = process.communicate(timeout=60)
     finally:
         process.kill()

@@ -148,6 +148,25 @@ def test_ctrl_c_saves_the_cache(capsys, trace, tmp_path, monkeypatch):
     assert hit_share(first_turns(tmp_path, "next")) > 0.5
 
 
+def test_ctrl_c_while_the_cache_is_saved_keeps_the_one_before(capsys, trace, tmp_path, monkeypatch):
+    """The second one, or the first if the run had ended."""
+    flags = [*TIERS, "--cache-dir", tmp_path / "cache", "--max-turns", 1]
+    replayed(trace, tmp_path / "first.json", *flags)
+    capsys.readouterr()
+
+    def interrupt(*_):
+        signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("penelope_jax.snapshot._write", interrupt)
+        assert penelope("replay", trace, *QUICK, *flags, "--json", tmp_path / "out.json") == 130
+    out, err = capsys.readouterr()
+    assert out.endswith(f"The cache was not saved: {tmp_path / 'cache'} keeps what it held.\n")
+    assert err == "penelope replay: interrupted.\n" and (tmp_path / "out.json").exists()
+    replayed(trace, tmp_path / "next.json", *flags)
+    assert "Restored from " in capsys.readouterr().out
+
+
 def test_a_cache_that_cannot_be_saved_costs_no_result(capsys, trace, tmp_path, monkeypatch):
     flags = [*TIERS, "--cache-dir", tmp_path / "cache", "--max-turns", 1]
 
