@@ -25,7 +25,8 @@ from penelope_jax.errors import InputError, bad_input
 from penelope_jax.experiments import engine_flags, engine_options, simulation_tables
 from penelope_jax.experiments.command import INTERRUPTED
 from penelope_jax.experiments.sessions import Session
-from penelope_jax.experiments.simulation import run_simulation, summary
+from penelope_jax.experiments.simulation import Simulation, run_simulation, summary
+from penelope_jax.experiments.traces import Trace
 from penelope_jax.metrics import write_json, write_records
 from penelope_jax.models.config import ModelConfig
 from penelope_jax.models.model_costs import model_costs
@@ -191,37 +192,15 @@ def run(args: argparse.Namespace) -> int:
     configs = [[setting.engine_config(sessions, policy) for policy in policies] for sessions in drawn]
     print(simulation_tables.heading(setting.device, setting.costs, drawn, configs[0][0], setting.timer))
     several = len(drawn) * len(policies) > 1
-    options = dataclasses.asdict(engine_options.read_options(setting.args, args.max_context or MAX_CONTEXT))
-    options["max_delay_s"] = None if options["max_delay_s"] == float("inf") else options["max_delay_s"]
-    environment = simulated_environment(setting)
     documents: list[dict[str, Any]] = []
     for seed, sessions, sample_configs in zip(seeds, drawn, configs, strict=True):
         for config in sample_configs:
             name = config.policy.name if args.samples == 1 else f"{config.policy.name}.{seed}"
-            simulation = run_simulation(
-                config,
-                setting.timer,
-                sessions,
-                args.sessions,
-                label=name,
-                overlap=not args.no_overlap,
-                count_runs=not args.every_step,
-            )
-            settings = {
-                **options,
-                **setting.document(config, args.sessions),
-                "overlap": not args.no_overlap,
-                "trace": [str(path) for path in args.trace],
-                "sample": args.sample,
-            }
-            run_info = {
-                "seed": seed,
-                **environment,
-                "trace_sha256": trace.sha256,
-                "skipped_entries": len(trace.problems),
-            }
             per_request = _records_file(args.json, name if several else None)
-            documents.append(summary(simulation, sessions, settings, run_info, per_request))
+            document, simulation = simulated(
+                setting, trace, sessions, config, args.sessions, seed=seed, label=name, per_request=per_request
+            )
+            documents.append(document)
             if per_request is not None:
                 write_records(per_request, simulation.records)
             if simulation.partial:
@@ -233,6 +212,54 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         write_json(args.json, documents if several else documents[0])
     return INTERRUPTED if documents[-1]["run"]["partial"] else 0
+
+
+def simulated(
+    setting: Setting,
+    trace: Trace,
+    sessions: Sequence[Session],
+    config: EngineConfig,
+    num_live: int,
+    *,
+    seed: int,
+    label: str,
+    per_request: str | None = None,
+) -> tuple[dict[str, Any], Simulation]:
+    """Runs one simulation.
+
+    Args:
+        setting: what is simulated.
+        trace: what was read.
+        sessions: of the trace, those to be played, drawn by `seed`.
+        config: of the engine.
+        num_live: sessions alive at once.
+        label: of the progress bar.
+        per_request: where the caller writes the records.
+
+    Returns:
+        Its JSON document, and the simulation.
+    """
+    args = setting.args
+    overlap = not args.no_overlap
+    simulation = run_simulation(
+        config, setting.timer, sessions, num_live, label=label, overlap=overlap, count_runs=not args.every_step
+    )
+    options = dataclasses.asdict(engine_options.read_options(args, setting.max_context * setting.timer.scale))
+    options["max_delay_s"] = None if options["max_delay_s"] == float("inf") else options["max_delay_s"]
+    settings = {
+        **options,
+        **setting.document(config, num_live),
+        "overlap": overlap,
+        "trace": [str(path) for path in args.trace],
+        "sample": args.sample,
+    }
+    run = {
+        "seed": seed,
+        **simulated_environment(setting),
+        "trace_sha256": trace.sha256,
+        "skipped_entries": len(trace.problems),
+    }
+    return summary(simulation, sessions, settings, run, per_request), simulation
 
 
 def simulated_environment(setting: Setting) -> dict[str, Any]:

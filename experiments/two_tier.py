@@ -21,7 +21,7 @@ import dataclasses
 import multiprocessing
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tqdm
@@ -30,13 +30,16 @@ from penelope_jax.config import SCHEDULERS
 from penelope_jax.errors import InputError, bad_input
 from penelope_jax.experiments import engine_options, move_timeline, simulate, simulation_tables
 from penelope_jax.experiments.command import start_module
-from penelope_jax.experiments.simulation import Simulation, run_simulation, summary
+from penelope_jax.experiments.simulation import Simulation
 from penelope_jax.experiments.text_table import text_table
+from penelope_jax.experiments.traces import Trace
 from penelope_jax.metrics import write_json
 from penelope_jax.moves import MoveKind
 
 PARTS = ("tables", "sweep", "timeline")
 POLICIES = "sglang,sglang-reclaim,sglang-device-lpm,penelope"
+
+Keep = Callable[[list[dict[str, Any]]], None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,22 +53,27 @@ class Task:
     host_tokens: int
 
 
-def simulated(args: argparse.Namespace, task: Task) -> tuple[dict[str, Any], Simulation]:
-    """Runs a task; returns its document, in which `run` also has what moved, and the simulation."""
+def simulated(args: argparse.Namespace, trace: Trace, task: Task) -> tuple[dict[str, Any], Simulation]:
+    """Runs a task; returns its document, in which `run` also has what moved, and the simulation.
+
+    Raises:
+        KeyboardInterrupt: it was stopped before its end.
+    """
     args = copy.copy(args)
     args.seed, args.policy, args.sessions = task.seed, task.policy, task.num_live
     args.scheduler, args.host_tokens = task.scheduler, task.host_tokens
     setting = simulate.make_setting(args)
-    trace = engine_options.load_trace(setting.args, setting.max_context)
     with bad_input():
         sessions = trace.sessions
         if args.sample is not None:
             sessions = simulate.sample_sessions(trace.sessions, args.sample, task.seed)
     (policy,) = engine_options.policies(args, task.policy)
     config = setting.engine_config(sessions, policy)
-    simulation = run_simulation(config, setting.timer, sessions, task.num_live, label=task.policy)
-    run = {"seed": task.seed, **simulate.simulated_environment(setting), "trace_sha256": trace.sha256}
-    document = summary(simulation, sessions, setting.document(config, task.num_live), run)
+    document, simulation = simulate.simulated(
+        setting, trace, sessions, config, task.num_live, seed=task.seed, label=task.policy
+    )
+    if simulation.partial:
+        raise KeyboardInterrupt
     counters = simulation.counters
     link_s = {kind: sum(m.end_s - m.start_s for m in simulation.moves if m.kind is kind) for kind in MoveKind}
     document["run"] |= {
@@ -80,32 +88,42 @@ def simulated(args: argparse.Namespace, task: Task) -> tuple[dict[str, Any], Sim
     return document, simulation
 
 
-def _document(args: argparse.Namespace, task: Task) -> dict[str, Any]:
-    return simulated(args, task)[0]
+def _document(args: argparse.Namespace, trace: Trace, task: Task) -> dict[str, Any]:
+    return simulated(args, trace, task)[0]
 
 
-def run_tasks(args: argparse.Namespace, tasks: Sequence[Task]) -> list[dict[str, Any]]:
-    """Runs tasks, `--jobs` at a time, with a progress bar; returns their documents in order."""
+def run_tasks(args: argparse.Namespace, trace: Trace, tasks: Sequence[Task], keep: Keep) -> list[dict[str, Any]]:
+    """Runs tasks, `--jobs` at a time, with a progress bar; returns their documents in order.
+
+    After each one `keep` is called with all that have ended.
+    """
+    documents: dict[int, dict[str, Any]] = {}
     with tqdm.tqdm(total=len(tasks), desc="simulations", unit="run", disable=not sys.stderr.isatty()) as bar:
-        if args.jobs == 1:
-            documents = []
-            for task in tasks:
-                documents.append(_document(args, task))
-                bar.update()
-            return documents
-        context = multiprocessing.get_context("spawn")
-        with concurrent.futures.ProcessPoolExecutor(args.jobs, mp_context=context) as pool:
-            futures = [pool.submit(_document, args, task) for task in tasks]
-            try:
-                for _ in concurrent.futures.as_completed(futures):
-                    bar.update()
-                return [future.result() for future in futures]
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
+        for index, document in _ended(args, trace, tasks):
+            documents[index] = document
+            keep([documents[number] for number in sorted(documents)])
+            bar.update()
+    return [documents[number] for number in range(len(tasks))]
 
 
-def tables(args: argparse.Namespace) -> list[dict[str, Any]]:
+def _ended(args: argparse.Namespace, trace: Trace, tasks: Sequence[Task]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yields (number of the task, its document) as they end."""
+    if args.jobs == 1:
+        for number, task in enumerate(tasks):
+            yield number, _document(args, trace, task)
+        return
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(args.jobs, mp_context=context) as pool:
+        futures = {pool.submit(_document, args, trace, task): number for number, task in enumerate(tasks)}
+        try:
+            for future in concurrent.futures.as_completed(futures):
+                yield futures[future], future.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def tables(args: argparse.Namespace, trace: Trace, keep: Keep) -> list[dict[str, Any]]:
     """Compares the policies at each number of live sessions; prints the tables."""
     tasks = [
         Task(
@@ -119,7 +137,7 @@ def tables(args: argparse.Namespace) -> list[dict[str, Any]]:
         for policy in args.policy
         for seed in _seeds(args)
     ]
-    documents = run_tasks(args, tasks)
+    documents = run_tasks(args, trace, tasks, keep)
     for num_live in args.live:
         found = [document for task, document in zip(tasks, documents, strict=True) if task.num_live == num_live]
         print(f"\n{num_live} sessions live, {args.scheduler}; changes against {args.policy[0]}:")
@@ -157,7 +175,7 @@ def moves_table(documents: Sequence[dict[str, Any]]) -> str:
     return text_table(rows, ["<", *[">"] * (len(head) - 1)])
 
 
-def sweep(args: argparse.Namespace) -> list[dict[str, Any]]:
+def sweep(args: argparse.Namespace, trace: Trace, keep: Keep) -> list[dict[str, Any]]:
     """Varies the size of the host tier; prints a line for each size, scheduler and number of sessions."""
     first, last = args.policy[0], args.policy[-1]
     cases = [
@@ -178,7 +196,7 @@ def sweep(args: argparse.Namespace) -> list[dict[str, Any]]:
         for policy in (first, last)
         for seed in _seeds(args)
     ]
-    documents = run_tasks(args, tasks)
+    documents = run_tasks(args, trace, tasks, keep)
     rows = [["scheduler", "sessions", "host / device", f"TTFT s {first}", last, "change", f"hit rate {first}", last]]
     for scheduler, num_live, factor in cases:
         wanted = (scheduler, num_live, factor * args.device_tokens)
@@ -209,7 +227,7 @@ def sweep(args: argparse.Namespace) -> list[dict[str, Any]]:
     return documents
 
 
-def timeline(args: argparse.Namespace) -> list[dict[str, Any]]:
+def timeline(args: argparse.Namespace, trace: Trace, keep: Keep) -> list[dict[str, Any]]:
     """Shows what moved when, in the first sample under the last policy."""
     task = Task(
         seed=args.seed,
@@ -218,7 +236,8 @@ def timeline(args: argparse.Namespace) -> list[dict[str, Any]]:
         scheduler=args.scheduler,
         host_tokens=args.host_tokens,
     )
-    document, simulation = simulated(args, task)
+    document, simulation = simulated(args, trace, task)
+    keep([document])
     print(f"\nMoves under {task.policy}, {task.num_live} sessions live:")
     print(move_timeline.text(simulation.moves))
     if args.plot is not None:
@@ -274,12 +293,18 @@ def run(args: argparse.Namespace) -> int:
         engine_options.check_output(flag, path)
     if args.plot is not None:
         move_timeline.check_plotting()
-    parts = args.part or PARTS
-    results = {}
-    for part in parts:
-        results[part] = _RUN[part](args)
+    setting = simulate.make_setting(args)
+    trace = engine_options.load_trace(setting.args, setting.max_context)
+    results: dict[str, list[dict[str, Any]]] = {}
+
+    def keep(documents: list[dict[str, Any]]) -> None:
+        """A run takes hours in full size; what has ended is written at once."""
+        results[part] = documents
         if args.json:
             write_json(args.json, results)
+
+    for part in args.part or PARTS:
+        _RUN[part](args, trace, keep)
     return 0
 
 

@@ -2,10 +2,11 @@
 
 import importlib.util
 import json
+import signal
 
 import pytest
 
-from penelope_jax.cost_executor import MoveRecord
+from penelope_jax.cost_executor import CostExecutor, MoveRecord
 from penelope_jax.errors import InputError
 from penelope_jax.experiments import command, move_timeline, two_tier
 from penelope_jax.experiments.synthesize import SynthesisOptions, synthesize
@@ -107,3 +108,29 @@ def test_a_picture_is_drawn(tmp_path):
     assert path.stat().st_size > 0
     with pytest.raises(InputError, match="nothing moved"):
         move_timeline.plot([], str(path), "title")
+
+
+def test_ctrl_c_keeps_the_simulations_that_ended(trace, tmp_path, capsys, monkeypatch):
+    path = tmp_path / "two.json"
+    real, started = two_tier.simulate.run_simulation, []
+
+    def interrupted(*args, **options):
+        started.append(options["label"])
+        if len(started) == 2:
+            monkeypatch.setattr(CostExecutor, "dispatch", stop_at_the_next_step)
+        return real(*args, **options)
+
+    dispatch = CostExecutor.dispatch
+
+    def stop_at_the_next_step(self, plan):
+        monkeypatch.setattr(CostExecutor, "dispatch", dispatch)
+        signal.raise_signal(signal.SIGINT)
+        return dispatch(self, plan)
+
+    monkeypatch.setattr(two_tier.simulate, "run_simulation", interrupted)
+    flags = ("--part", "tables", "--live", 4, "--policy", "sglang,vllm,penelope")
+    assert two_tiers(trace, *flags, "--json", path) == 130
+    assert started == ["sglang", "vllm"]
+    assert capsys.readouterr().err == "two_tier: interrupted.\n"
+    (document,) = json.loads(path.read_text())["tables"]
+    assert document["config"]["policy"] == "sglang" and not document["run"]["partial"]
