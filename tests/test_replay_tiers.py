@@ -155,7 +155,7 @@ def test_ctrl_c_while_the_cache_is_saved_keeps_the_one_before(capsys, trace, tmp
     capsys.readouterr()
 
     def interrupt(*_):
-        signal.raise_signal(signal.SIGINT)
+        raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
         patch.setattr("penelope_jax.snapshot._write", interrupt)
