@@ -6,6 +6,8 @@ insert, 2.9 ms and more for an eviction of 480 pages; another machine, so the or
 
     python -m penelope_jax.experiments.host_cost [--sessions 24] [--turns 200] [--tokens 118000] [--json FILE]
 
+Planning with both tiers full and pages moving is timed with 64 running requests of --two-tier-tokens each.
+
 With --leaves N each operation is timed once more on a tree of N leaves, each a private history of 16K tokens behind a
 shared page, and the memory of the tree is measured. An operation must not cost more because there are more histories:
 
@@ -101,9 +103,9 @@ def measure(num_sessions: int, num_turns: int, num_tokens: int, page_size: int =
 
 
 def milliseconds(seconds: dict[str, list[float]]) -> dict[str, dict[str, float]]:
-    """Returns median and 99th percentile in milliseconds of what was timed at all."""
+    """Returns the percentiles 50, 90, 95 and 99 in milliseconds of what was timed at all."""
     return {
-        name: {"p50": float(np.median(times)) * 1e3, "p99": float(np.percentile(times, 99)) * 1e3}
+        name: {f"p{share}": float(np.percentile(times, share)) * 1e3 for share in (50, 90, 95, 99)}
         for name, times in seconds.items()
         if times
     }
@@ -211,7 +213,7 @@ def measure_tiers(
             seconds["plan"].append(planned - heard)
             seconds["apply"].append(took)
     return {
-        f"{name}, two tiers, {num_requests} requests, {num_host_pages:,} host pages": times
+        f"{name}, two tiers, {num_requests} x {num_tokens:,} tokens, {num_host_pages:,} host pages": times
         for name, times in seconds.items()
     }
 
@@ -298,13 +300,24 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--leaves", type=_numbers, default=(), metavar="N,...", help="sizes of a second tree, in leaves"
     )
+    parser.add_argument(
+        "--two-tier-tokens",
+        type=_numbers,
+        default=(6_000,),
+        metavar="N,...",
+        help="lengths of the histories with which planning over two tiers is timed (6000)",
+    )
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args(argv)
     result = measure(args.sessions, args.turns, args.tokens, args.page_size, args.seed)
-    result["ms"] |= milliseconds(measure_tiers())
+    for number in args.two_tier_tokens:
+        result["ms"] |= milliseconds(measure_tiers(num_tokens=number))
     print(f"{result['nodes']} nodes, {result['pages']} pages of {args.page_size} tokens")
     for name, times in result["ms"].items():
-        print(f"{name:50s} p50 {times['p50']:7.3f} ms   p99 {times['p99']:7.3f} ms")
+        print(
+            f"{name:60s} p50 {times['p50']:7.3f} ms   p90 {times['p90']:7.3f} ms   p95 {times['p95']:7.3f} ms   "
+            f"p99 {times['p99']:7.3f} ms"
+        )
     for number in args.leaves:
         tree = measure_leaves(number, page_size=args.page_size, seed=args.seed)
         result.setdefault("trees", []).append(tree)

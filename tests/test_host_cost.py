@@ -24,7 +24,7 @@ def test_match_insert_and_eviction_stay_cheap(measured: dict):
 def test_planning_with_two_tiers_stays_cheap():
     seconds = host_cost.measure_tiers(num_requests=8, num_host_pages=500, num_tokens=6_000, num_steps=20)
     medians = {name: times["p50"] for name, times in host_cost.milliseconds(seconds).items()}
-    assert list(medians) == [f"{name}, two tiers, 8 requests, 500 host pages" for name in ("plan", "apply")]
+    assert list(medians) == [f"{name}, two tiers, 8 x 6,000 tokens, 500 host pages" for name in ("plan", "apply")]
     assert max(medians.values()) <= 20.0, medians
 
 
