@@ -193,7 +193,7 @@ def sweep(args: argparse.Namespace, trace: Trace, keep: Keep) -> list[dict[str, 
             host_tokens=factor * args.device_tokens,
         )
         for scheduler, num_live, factor in cases
-        for policy in (first, last)
+        for policy in dict.fromkeys((first, last))
         for seed in _seeds(args)
     ]
     documents = run_tasks(args, trace, tasks, keep)
