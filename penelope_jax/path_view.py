@@ -21,6 +21,7 @@ class PathView(NamedTuple):
         num_owned: pages that this request fills.
         host_node_ids: nodes with host pages.
         num_loadable: pages that are on the host and not moving.
+        num_to_load: these, and those that are on their way to the host and must come back.
     """
 
     nodes: tuple[Node, ...]
@@ -28,6 +29,7 @@ class PathView(NamedTuple):
     num_owned: int
     host_node_ids: tuple[int, ...]
     num_loadable: int
+    num_to_load: int
 
 
 def view_path(cache: CacheState, node_id: int, stop: int, request_id: int, before: PathView | None = None) -> PathView:
@@ -56,4 +58,5 @@ def view_path(cache: CacheState, node_id: int, stop: int, request_id: int, befor
         num_owned=int(np.count_nonzero(owners == request_id)),
         host_node_ids=host_node_ids,
         num_loadable=tiers.loadable(cache, host_node_ids, stop),
+        num_to_load=tiers.to_load(cache, host_node_ids, stop),
     )

@@ -41,6 +41,10 @@ def plan(state: EngineState) -> tuple[EngineState, StepPlan | None]:
     planner.decode()
     planner.prefill()
     planner.admit()
+    while planner.stuck():
+        planner.retract(planner.running[-1])
+        planner.decode()
+        planner.prefill()
     return planner.finish()
 
 
@@ -58,6 +62,14 @@ class _Planner(Room):
         self.marked: set[int] = set()  # requests to be retracted when their last step is back
         self.planned: set[int] = set()  # requests with a row in this step
         self.num_samples = 0
+
+    def stuck(self) -> bool:
+        """Whether requests run, but none has a row or pages under way, and nothing is in flight that would change this.
+
+        Claims at admission are meant to leave room for all. Where they did not, whoever came last goes back.
+        """
+        idle = not self.segments and not self.moving and not self.state.in_flight
+        return idle and len(self.running) > 1
 
     # Pages.
 

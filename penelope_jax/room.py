@@ -131,11 +131,11 @@ class Room:
         return number
 
     def load_path(self, request: Request, view: PathView) -> int:
-        """Begins to load the host pages of a running request's path; returns how many had to be put off."""
-        wanted = view.num_loadable
-        if not wanted:
-            return 0
-        return wanted - self.load(request.request_id, view.host_node_ids, request.path_stop, wanted)
+        """Begins to load the host pages of a running request's path; returns how many are still to be loaded."""
+        number = 0
+        if view.num_loadable:
+            number = self.load(request.request_id, view.host_node_ids, request.path_stop, view.num_loadable)
+        return view.num_to_load - number
 
     def prefetch(self, waiting: tuple[Request, ...], before: int) -> None:
         """Loads host pages of the requests that are next, within a bound, and only in the place of older histories.

@@ -74,6 +74,17 @@ def loadable(cache: CacheState, node_ids: Sequence[int], stop: int) -> int:
     return number
 
 
+def to_load(cache: CacheState, node_ids: Sequence[int], stop: int) -> int:
+    """Returns how many pages below position `stop` of a path are on the host, or on their way there, and not on the way back."""
+    number = 0
+    for node_id in node_ids:
+        node = cache.nodes[node_id]
+        if node.num_host:
+            waiting = (node.tiers == Tier.HOST) & (moving_of(node) < 0)
+            number += int(np.count_nonzero(waiting[: max(0, stop - node.start) // cache.page_size]))
+    return number
+
+
 def load(
     cache: CacheState, node_ids: Sequence[int], stop: int, num_pages: int
 ) -> tuple[CacheState, np.ndarray, np.ndarray]:

@@ -1,15 +1,20 @@
 """Random events against the engine with two tiers (tiered_world.py): moves end late, in any order, or fail."""
 
+import random
 from collections import Counter
 from typing import ClassVar
 
 import hypothesis.strategies as st
 import pytest
 import seeded_machines
+from engine_settings import hashed_sampler
 from hypothesis.stateful import initialize, precondition, rule
 from test_engine_machine import EngineMachine, configs, seeds
 from tiered_world import TieredWorld, with_host
 
+from penelope_jax import tiers
+from penelope_jax.config import EngineConfig
+from penelope_jax.planning import _Planner
 from penelope_jax.segments import SamplingParams
 
 MIN_OPERATIONS = 20_000
@@ -114,3 +119,55 @@ def test_two_tiers_keep_the_engines_promises_at_length():
         if TieredMachine.totals["operations"] >= 10 * MIN_OPERATIONS:
             return
     raise AssertionError(TieredMachine.totals)
+
+
+# Claims that are too low, and who is sent back then.
+
+
+def crowded(seed: int) -> TieredWorld:
+    """Returns a world in which four histories that share two pages take turns in a pool that holds one or two."""
+    random_ = random.Random(seed)
+    config = EngineConfig(device_tokens=10, page_size=1, max_running=4, max_step_tokens=2, output_reserve=1)
+    world = TieredWorld(with_host(config, 16))
+    prompts = [[0] * 2 + [10 * number + position for position in range(7)] for number in range(1, 5)]
+    for _ in range(24):
+        world.submit(random_.choice(prompts)[: random_.choice([5, 8])], SamplingParams(max_tokens=1))
+        for _ in range(random_.randint(0, 3)):
+            world.step(hashed_sampler(0))
+    return world
+
+
+def let_everybody_in(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Puts claims out of force; returns a list that grows each time nothing can go on."""
+    times: list[int] = []
+    real = _Planner.stuck
+
+    def stuck(planner: _Planner) -> bool:
+        if real(planner):
+            times.append(planner.state.next_step)
+        return real(planner)
+
+    monkeypatch.setattr("penelope_jax.planning.have_room", lambda cache, config, running: True)
+    monkeypatch.setattr(_Planner, "stuck", stuck)
+    return times
+
+
+def test_when_nothing_can_go_on_the_last_one_goes_back(monkeypatch: pytest.MonkeyPatch):
+    times = let_everybody_in(monkeypatch)
+    for seed in range(8):
+        crowded(seed).drain(hashed_sampler(0))
+    assert len(times) >= 10
+
+
+def test_control_without_it_requests_wait_for_ever(monkeypatch: pytest.MonkeyPatch):
+    let_everybody_in(monkeypatch)
+    monkeypatch.setattr(_Planner, "stuck", lambda planner: False)
+    with pytest.raises(AssertionError, match="requests are left"):
+        for seed in range(8):
+            crowded(seed).drain(hashed_sampler(0))
+
+
+def test_control_a_claim_without_pages_that_are_leaving_is_noticed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("penelope_jax.tiers.to_load", tiers.loadable)
+    with pytest.raises(AssertionError, match=r"request \d+ claims \d+ of \d+"):
+        run(range(5, 25), shrink=False)

@@ -10,7 +10,7 @@ from penelope_jax.config import EngineConfig
 from penelope_jax.events import MoveDone
 from penelope_jax.moves import MAX_MOVE_PAGES, Move, MoveKind
 from penelope_jax.pages import NO_PAGE, Tier
-from penelope_jax.radix_tree import Node, device_ids_of, path_nodes
+from penelope_jax.radix_tree import Node, device_ids_of, moving_of, owners_of, path_nodes
 from penelope_jax.segments import StepPlan
 
 
@@ -77,6 +77,23 @@ class TieredWorld(EngineWorld):
             parts.append(np.where(on_host, node.page_ids + cache.device.num_pages, node.page_ids))
         ids = np.concatenate(parts)
         return ids[ids != NO_PAGE]
+
+    def plan(self, sampler: Sampler) -> StepPlan | None:
+        plan = super().plan(sampler)
+        self.check_claims()
+        return plan
+
+    def check_claims(self) -> None:
+        """Whoever computes a prompt claims what it fills, and each host page of its path that is not being loaded."""
+        for request in self.state.running:
+            if request.prefilled or request.leaving:
+                continue
+            number = 0
+            for node in path_nodes(self.state.cache, request.pin.node_id):
+                still_there = (node.tiers == Tier.HOST) & (moving_of(node) < 0)
+                num_pages = max(0, request.path_stop - node.start) // self.config.page_size
+                number += int((still_there | (owners_of(node) == request.request_id))[:num_pages].sum())
+            assert request.num_owned >= number, f"request {request.request_id} claims {request.num_owned} of {number}"
 
     def step(self, sampler: Sampler) -> bool:
         """Also without a step there is something to do while pages are moving."""
