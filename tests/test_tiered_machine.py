@@ -14,7 +14,9 @@ from tiered_world import TieredWorld, with_host
 
 from penelope_jax import tiers
 from penelope_jax.config import EngineConfig
+from penelope_jax.pages import NO_PAGE
 from penelope_jax.planning import _Planner
+from penelope_jax.radix_tree import LEAVING
 from penelope_jax.segments import SamplingParams
 
 MIN_OPERATIONS = 20_000
@@ -171,3 +173,31 @@ def test_control_a_claim_without_pages_that_are_leaving_is_noticed(monkeypatch: 
     monkeypatch.setattr("penelope_jax.tiers.to_load", tiers.loadable)
     with pytest.raises(AssertionError, match=r"request \d+ claims \d+ of \d+"):
         run(range(5, 25), shrink=False)
+
+
+def test_a_full_hit_behind_a_page_that_is_on_its_way_to_the_host():
+    """The second of two requests finds its last page computed by the first, and the one before still on the move."""
+
+    def always(request_id: int, position: int) -> int:
+        return 1
+
+    world = TieredWorld(with_host(EngineConfig(device_tokens=6, page_size=1, max_step_tokens=4, output_reserve=0), 4))
+    for prompt in ([1], [2, 3, 4, 5], [6, 7, 8]):  # the last one sends the first to the host
+        world.submit(prompt, SamplingParams(max_tokens=1))
+        while world.live:
+            assert world.plan(always) is not None
+            world.done()
+    (node,) = (node for node in world.state.cache.nodes.values() if node.tokens == b"\1\0\0\0")
+    assert node.moving is not None and node.moving.tolist() == [LEAVING] and world.moves
+    first = world.submit([1], SamplingParams(max_tokens=2))
+    second = world.submit([1, 1], SamplingParams(max_tokens=1))
+    assert first is not None and second is not None
+    while not world.histories[first].reason:
+        assert world.plan(always) is not None
+        world.done()
+    world.plan(always)
+    (waits,) = world.state.running
+    assert (waits.request_id, waits.path_stop, waits.page_table.tolist()) == (second, 1, [NO_PAGE])
+    world.plan(always)
+    world.drain(always)
+    assert world.histories[second].reason == "length"
