@@ -87,7 +87,10 @@ def look_up(
         cache: the cache.
         tokens, namespace, max_pages: as in `match`.
         before: what an earlier value of this cache had of them, with the same `max_pages`. Only what changed since is
-            looked at; the result is the same.
+            looked at.
+
+    Returns:
+        What is found now; `before` itself when that is the same, and its nodes have the same pages.
     """
     tokens = as_tokens(tokens)
     limit = len(tokens) // cache.page_size
@@ -98,7 +101,7 @@ def look_up(
     else:
         path, last_pages = walk(cache, tokens, namespace, limit, path)
     if before is not None and last_pages == before.last_pages and _same_pages(path, before.path):
-        return LookUp(tuple(path), last_pages, before.found)
+        return before
     return LookUp(tuple(path), last_pages, _found(path, last_pages, cache.page_size))
 
 
@@ -116,10 +119,19 @@ def _same_way(cache: CacheState, before: Sequence[Node]) -> list[Node]:
 
 
 def _same_pages(path: Sequence[Node], before: Sequence[Node]) -> bool:
-    return len(path) == len(before) and all(
-        node is old or (node.page_ids is old.page_ids and node.tiers is old.tiers and node.owners is old.owners)
-        for node, old in zip(path, before, strict=True)
-    )
+    """Whether two paths have the same nodes with the same pages; what else may change of a node makes no difference."""
+    if len(path) != len(before):
+        return False
+    for node, old in zip(path, before, strict=True):
+        if node is not old and (
+            node.tokens is not old.tokens
+            or node.parent_id != old.parent_id
+            or node.page_ids is not old.page_ids
+            or node.tiers is not old.tiers
+            or node.owners is not old.owners
+        ):
+            return False
+    return True
 
 
 def _found(path: Sequence[Node], last_pages: int, page_size: int) -> Match:

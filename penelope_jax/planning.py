@@ -317,11 +317,12 @@ class _Planner(Room):
         matches: dict[int, radix_tree.Match] = {}
         before = self.cache.clock
         if scheduler.needs_match(self.config.scheduler):
-            queue = []
-            for request in self.waiting:
+            queue = list(self.waiting)
+            for index, request in enumerate(self.waiting):
                 lookup = look_up(self.cache, request)
                 matches[request.request_id] = lookup.found
-                queue.append(changed(request, lookup=lookup))
+                if lookup is not request.lookup:
+                    queue[index] = changed(request, lookup=lookup)
                 if self.config.policy.stamp_waiting:
                     self.cache = histories.touch(self.cache, lookup.found)
             self.waiting = tuple(queue)

@@ -6,9 +6,9 @@ from penelope_jax.state import EngineState
 
 
 def content(found: LookUp) -> tuple:
-    """Returns all that a lookup says, for comparison; the nodes by identity."""
+    """Returns all that a lookup says, for comparison; the nodes by what leads on from them."""
     match = found.found
-    path = [id(node) for node in found.path]
+    path = [(node.node_id, node.parent_id, node.tokens, node.page_ids.tolist()) for node in found.path]
     return path, found.last_pages, match.spans, match.stop, match.node_ids, match.page_ids.tolist()
 
 
