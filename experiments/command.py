@@ -1,12 +1,16 @@
 """How a command starts and ends: flags through absl and argparse, one line and exit code 2 for what the user got wrong.
 
-Ctrl-C where nothing can be kept ends in one line too. Anything else that fails is a fault of ours and keeps its trace.
+Ctrl-C and SIGTERM where nothing can be kept end in one line too. Anything else that fails is a fault of ours and keeps
+its trace.
 """
 
 import argparse
+import contextlib
 import os
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
 from absl import app, flags, logging
@@ -17,6 +21,14 @@ from penelope_jax.errors import InputError
 BAD_INPUT = 2  # exit code
 INTERRUPTED = 130  # exit code after Ctrl-C, as shells have it
 CLOSED_PIPE = 141  # exit code, that of a process ended by SIGPIPE
+TERMINATED = 143  # exit code after SIGTERM, as shells have it
+
+# What handles a signal where nothing else was chosen; `start` chooses SIG_DFL for both.
+_DEFAULT_HANDLERS = {signal.SIGINT: (signal.default_int_handler, signal.SIG_DFL), signal.SIGTERM: (signal.SIG_DFL,)}
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM came; what gives way to Ctrl-C gives way to it in the same way."""
 
 
 class Parser(argparse_flags.ArgumentParser):
@@ -30,26 +42,94 @@ class Parser(argparse_flags.ArgumentParser):
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Runs the command in `args.run`; returns its exit code."""
+    """Runs the command in `args.run`; returns its exit code.
+
+    Meanwhile SIGTERM raises `Terminated` as Ctrl-C raises KeyboardInterrupt, and once either has ended the command the
+    next one ends the process. A signal that is ignored or handled otherwise stays so.
+    """
+    ended = False
+
+    def handle(number: int, _frame: object) -> None:
+        if ended:
+            os._exit(128 + number)
+        raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
+
+    before = {}
     try:
+        if threading.current_thread() is threading.main_thread():
+            for number, defaults in _DEFAULT_HANDLERS.items():
+                handler = signal.getsignal(number)
+                if handler in defaults:
+                    before[number] = handler
+                    signal.signal(number, handle)
         code = args.run(args)
         sys.stdout.flush()
+        ended = True
         return code
     except InputError as error:
+        ended = True
         text = " ".join(str(error).split())
         print(f"{args.prog}: error: {text}", file=sys.stderr)
         return BAD_INPUT
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
+        ended = True
+        with contextlib.suppress(OSError):
+            _flush_output()
+        if isinstance(stop, Terminated):
+            print(f"{args.prog}: terminated.", file=sys.stderr)
+            return TERMINATED
         print(f"{args.prog}: interrupted.", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        # Whoever read the output has seen enough (`| head`); what is left must not be flushed into the closed pipe.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        ended = True
+        _drop_output()
         return CLOSED_PIPE
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _flush_output() -> None:
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _drop_output()
+
+
+def _drop_output() -> None:
+    """Whoever read the output has seen enough (`| head`); what is left must not be flushed into the closed pipe."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+@contextlib.contextmanager
+def signals_wait() -> Iterator[None]:
+    """Ctrl-C and SIGTERM that come inside are handled at the end: what must not be left half done goes in here."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    before = {}
+    try:
+        for number in _DEFAULT_HANDLERS:
+            handler = signal.getsignal(number)
+            if handler not in (signal.SIG_IGN, None):
+                before[number] = handler
+                signal.signal(number, lambda number, _frame: came.append(number))
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if came:
+            signal.raise_signal(came[0])
 
 
 def start(parse: Callable[[Sequence[str]], argparse.Namespace], argv: Sequence[str] | None = None) -> NoReturn:
-    """Parses `argv` (by default the process's, program name first), runs the command and exits."""
+    """Parses `argv` (by default the process's, program name first), runs the command and exits.
+
+    Before and after the command there is nothing to tidy up: Ctrl-C ends the process at once, and prints nothing.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     def parse_quietly(argv: Sequence[str]) -> argparse.Namespace:
         args = parse(argv)

@@ -224,6 +224,7 @@ def simulated(
     seed: int,
     label: str,
     per_request: str | None = None,
+    interruptible: bool = True,
 ) -> tuple[dict[str, Any], Simulation]:
     """Runs one simulation.
 
@@ -235,6 +236,7 @@ def simulated(
         num_live: sessions alive at once.
         label: of the progress bar.
         per_request: where the caller writes the records.
+        interruptible: whether Ctrl-C and SIGTERM end it early, with what there is so far; else they are not handled.
 
     Returns:
         Its JSON document, and the simulation.
@@ -242,7 +244,14 @@ def simulated(
     args = setting.args
     overlap = not args.no_overlap
     simulation = run_simulation(
-        config, setting.timer, sessions, num_live, label=label, overlap=overlap, count_runs=not args.every_step
+        config,
+        setting.timer,
+        sessions,
+        num_live,
+        label=label,
+        overlap=overlap,
+        count_runs=not args.every_step,
+        interruptible=interruptible,
     )
     options = dataclasses.asdict(engine_options.read_options(args, setting.max_context * setting.timer.scale))
     options["max_delay_s"] = None if options["max_delay_s"] == float("inf") else options["max_delay_s"]

@@ -1,8 +1,10 @@
 """One simulation: the closed loop and the serving engine on a virtual clock, and what came of it."""
 
+import contextlib
 import dataclasses
 import math
 import sys
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -57,8 +59,9 @@ def run_simulation(
     label: str = "simulate",
     overlap: bool = True,
     count_runs: bool = True,
+    interruptible: bool = True,
 ) -> Simulation:
-    """Simulates sessions in a closed loop; Ctrl-C ends it early.
+    """Simulates sessions in a closed loop.
 
     Args:
         config: of the engine, in tokens of the simulation (`timer.scale` tokens of the trace each).
@@ -68,6 +71,7 @@ def run_simulation(
         label: of the progress bar, which shows on a terminal only.
         overlap: whether the host plans a step while the device runs the one before.
         count_runs: whether runs of like decode steps are counted at once; the result is the same.
+        interruptible: whether Ctrl-C and SIGTERM end it early, with what there is so far; else they are not handled.
     """
     wall, clock = RealClock(), VirtualClock()
     names: dict[int, str] = {}
@@ -91,7 +95,7 @@ def run_simulation(
     fingerprint = Fingerprint()
     num_requests = sum(len(session.turns) for session in sessions)
     with (
-        stop_on_interrupt(clock) as stopped,
+        stop_on_interrupt(clock) if interruptible else contextlib.nullcontext(threading.Event()) as stopped,
         tqdm.tqdm(total=num_requests, desc=label, unit="req", disable=not sys.stderr.isatty()) as bar,
     ):
 

@@ -16,12 +16,17 @@ equal to device -10 %, four times the device no difference; 602 of 763 loads thr
 
 import argparse
 import concurrent.futures
+import contextlib
 import copy
 import dataclasses
 import multiprocessing
+import multiprocessing.connection
+import os
 import re
+import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import tqdm
@@ -29,7 +34,7 @@ import tqdm
 from penelope_jax.config import SCHEDULERS
 from penelope_jax.errors import InputError, bad_input
 from penelope_jax.experiments import engine_options, move_timeline, simulate, simulation_tables
-from penelope_jax.experiments.command import start_module
+from penelope_jax.experiments.command import signals_wait, start_module
 from penelope_jax.experiments.simulation import Simulation
 from penelope_jax.experiments.text_table import text_table
 from penelope_jax.experiments.traces import Trace
@@ -56,8 +61,7 @@ class Task:
 def simulated(args: argparse.Namespace, trace: Trace, task: Task) -> tuple[dict[str, Any], Simulation]:
     """Runs a task; returns its document, in which `run` also has what moved, and the simulation.
 
-    Raises:
-        KeyboardInterrupt: it was stopped before its end.
+    Part of a simulation tells nothing here, so signals are left alone: in a process of its own SIGTERM ends it.
     """
     args = copy.copy(args)
     args.seed, args.policy, args.sessions = task.seed, task.policy, task.num_live
@@ -70,10 +74,8 @@ def simulated(args: argparse.Namespace, trace: Trace, task: Task) -> tuple[dict[
     (policy,) = engine_options.policies(args, task.policy)
     config = setting.engine_config(sessions, policy)
     document, simulation = simulate.simulated(
-        setting, trace, sessions, config, task.num_live, seed=task.seed, label=task.policy
+        setting, trace, sessions, config, task.num_live, seed=task.seed, label=task.policy, interruptible=False
     )
-    if simulation.partial:
-        raise KeyboardInterrupt
     counters = simulation.counters
     link_s = {kind: sum(m.end_s - m.start_s for m in simulation.moves if m.kind is kind) for kind in MoveKind}
     document["run"] |= {
@@ -98,29 +100,80 @@ def run_tasks(args: argparse.Namespace, trace: Trace, tasks: Sequence[Task], kee
     After each one `keep` is called with all that have ended.
     """
     documents: dict[int, dict[str, Any]] = {}
-    with tqdm.tqdm(total=len(tasks), desc="simulations", unit="run", disable=not sys.stderr.isatty()) as bar:
-        for index, document in _ended(args, trace, tasks):
+    with (
+        contextlib.closing(_ended(args, trace, tasks)) as ended,
+        tqdm.tqdm(total=len(tasks), desc="simulations", unit="run", disable=not sys.stderr.isatty()) as bar,
+    ):
+        for index, document in ended:
             documents[index] = document
             keep([documents[number] for number in sorted(documents)])
             bar.update()
     return [documents[number] for number in range(len(tasks))]
 
 
-def _ended(args: argparse.Namespace, trace: Trace, tasks: Sequence[Task]) -> Iterator[tuple[int, dict[str, Any]]]:
+def _ended(
+    args: argparse.Namespace, trace: Trace, tasks: Sequence[Task]
+) -> Generator[tuple[int, dict[str, Any]], None, None]:
     """Yields (number of the task, its document) as they end."""
     if args.jobs == 1:
         for number, task in enumerate(tasks):
             yield number, _document(args, trace, task)
         return
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(args.jobs, mp_context=context) as pool:
-        futures = {pool.submit(_document, args, trace, task): number for number, task in enumerate(tasks)}
+    pool = None
+    try:
+        with signals_wait():
+            context = multiprocessing.get_context("spawn")
+            pool = concurrent.futures.ProcessPoolExecutor(args.jobs, context, _begin_work)
+            with _workers_without_ctrl_c():
+                futures = {pool.submit(_document, args, trace, task): number for number, task in enumerate(tasks)}
+        for future in concurrent.futures.as_completed(futures):
+            yield futures[future], future.result()
+        pool.shutdown()
+    except BaseException:
         try:
-            for future in concurrent.futures.as_completed(futures):
-                yield futures[future], future.result()
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+            _end_workers()
+        finally:  # again, since another Ctrl-C can come before the first try makes it wait
+            _end_workers()
+        if pool is not None:
+            pool.shutdown(cancel_futures=True)
+        raise
+
+
+@contextlib.contextmanager
+def _workers_without_ctrl_c() -> Iterator[None]:
+    """Processes that start inside do not get the terminal's Ctrl-C, not even while they start: it is the parent's.
+
+    The pool starts its workers as tasks are submitted. They inherit which signals are blocked; the process that
+    multiprocessing starts with the pool's first lock would unblock them here, so the pool is made before.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _end_workers() -> None:
+    """Left alone, a worker goes on with its simulation, and then takes the tasks that are queued already."""
+    with signals_wait():
+        workers = multiprocessing.active_children()
+        for worker in workers:
+            worker.terminate()
+        for worker in workers:
+            worker.join()
+
+
+def _begin_work() -> None:
+    """Makes a worker end when its parent does, however that ends, and leave nothing behind when it is ended itself."""
+    tqdm.tqdm.set_lock(threading.RLock())  # the default is a semaphore of the system
+
+    def watch() -> None:
+        parent = multiprocessing.parent_process()
+        assert parent is not None
+        multiprocessing.connection.wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def tables(args: argparse.Namespace, trace: Trace, keep: Keep) -> list[dict[str, Any]]:

@@ -1,5 +1,6 @@
 """The command line: one clear line and exit code 2 for bad input, the JSON of a replay, Ctrl-C."""
 
+import argparse
 import json
 import os
 import re
@@ -248,7 +249,7 @@ def test_the_installed_command_exits_with_2_and_one_line(tmp_path):
 
 
 SLOW = """
-import sys, time
+import signal, sys, time
 sys.path.insert(0, {tests!r})
 from test_cli import PlaceExecutor
 from penelope_jax import cli
@@ -258,19 +259,22 @@ class Slow(PlaceExecutor):
     def dispatch(self, plan):
         if plan.step == 12:
             print("step 12", flush=True)
-        time.sleep(0.002 if plan.step < 12 else 0.05)
+        time.sleep(0.002 if plan.step < 12 else {pause_s})
         return super().dispatch(plan)
 
 engine_options.make_executor = lambda *_args, **_options: Slow(256)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
 cli.main(["penelope", "replay", {trace!r}, "--model", "random:tiny", "--page-size", "16", "--json", {out!r},
           "--policy", "sglang,penelope"])
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_prints_what_was_measured_so_far(trace, tmp_path, number):
-    out = tmp_path / "out.json"
-    code = SLOW.format(tests=os.path.dirname(__file__), trace=str(trace), out=str(out))
+def interrupted(trace, tmp_path, number, pause_s, times=1):
+    """Sends a signal in a step that takes `pause_s`; returns the exit code, and what comes on stdout and stderr then."""
+    code = SLOW.format(
+        tests=os.path.dirname(__file__), trace=str(trace), out=str(tmp_path / "out.json"), pause_s=pause_s
+    )
     process = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path
     )
@@ -279,14 +283,68 @@ def test_ctrl_c_prints_what_was_measured_so_far(trace, tmp_path, number):
         for line in process.stdout:
             if line == "step 12\n":
                 break
-        time.sleep(0.05)
-        process.send_signal(number)
+        for _ in range(times):
+            time.sleep(0.05)
+            process.send_signal(number)
         text, errors = process.communicate(timeout=60)
     finally:
         process.kill()
-    assert process.returncode == 130, errors
+    return process.returncode, text, errors
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_prints_what_was_measured_so_far(trace, tmp_path, number):
+    out = tmp_path / "out.json"
+    returncode, text, errors = interrupted(trace, tmp_path, number, 0.05)
+    assert returncode == 130, errors
     assert "Interrupted: what was measured so far follows." in text
     assert "sglang (partial)" in text and "Traceback" not in errors
     (document,) = json.loads(out.read_text())
     assert document["run"]["partial"] is True and 0 < document["requests"] < 24
     assert not list(tmp_path.glob("*.part"))
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "word"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
+)
+def test_the_second_signal_ends_a_replay_at_once(trace, tmp_path, number, code, word):
+    """The first one lets the step end, which takes long here."""
+    assert interrupted(trace, tmp_path, number, 30, times=2) == (code, "", f"penelope replay: {word}.\n")
+    assert not (tmp_path / "out.json").exists()
+
+
+def executed(run) -> int:
+    return command.execute(argparse.Namespace(run=run, prog="command"))
+
+
+def test_signals_are_handled_while_a_command_runs(capsys):
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        assert executed(lambda _args: signal.raise_signal(signal.SIGTERM)) == command.TERMINATED == 143
+        assert executed(lambda _args: signal.raise_signal(signal.SIGINT)) == command.INTERRUPTED == 130
+        assert capsys.readouterr().err == "command: terminated.\ncommand: interrupted.\n"
+        assert signal.getsignal(signal.SIGINT) == signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        assert executed(lambda _args: signal.raise_signal(signal.SIGINT) or 0) == 0
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_signals_wait_for_what_must_not_be_left_half_done(capsys):
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGTERM)}
+    done = []
+
+    def run(_args):
+        with command.signals_wait():
+            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGINT)
+            done.append("inside")
+        done.append("after")
+
+    try:
+        assert executed(run) == 143 and done == ["inside"]
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert capsys.readouterr().err == "command: terminated.\n"

@@ -1,8 +1,13 @@
 """The experiment on two tiers: its tables, sweep and timeline, on small synthetic sessions."""
 
+import contextlib
 import importlib.util
 import json
+import os
 import signal
+import subprocess
+import sys
+import time
 
 import pytest
 
@@ -110,7 +115,15 @@ def test_a_picture_is_drawn(tmp_path):
         move_timeline.plot([], str(path), "title")
 
 
-def test_ctrl_c_keeps_the_simulations_that_ended(trace, tmp_path, capsys, monkeypatch):
+@pytest.fixture
+def ctrl_c():
+    """Ctrl-C as at a terminal, however these tests were started."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_keeps_the_simulations_that_ended(trace, tmp_path, capsys, monkeypatch, ctrl_c):
     path = tmp_path / "two.json"
     real, started = two_tier.simulate.run_simulation, []
 
@@ -134,3 +147,55 @@ def test_ctrl_c_keeps_the_simulations_that_ended(trace, tmp_path, capsys, monkey
     assert capsys.readouterr().err == "two_tier: interrupted.\n"
     (document,) = json.loads(path.read_text())["tables"]
     assert document["config"]["policy"] == "sglang" and not document["run"]["partial"]
+
+
+JOBS = """
+import multiprocessing.context, signal, sys
+from penelope_jax.experiments import command, two_tier
+
+def told(function, word):
+    def call(*args):
+        function(*args)
+        print(word, flush=True)
+    return call
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
+two_tier.write_json = told(two_tier.write_json, "kept")
+process = multiprocessing.context.SpawnProcess
+process.start = told(process.start, "started")
+command.start_module("two_tier", "", two_tier.add_flags, two_tier.run)
+"""
+
+
+@pytest.mark.parametrize(
+    ("awaited", "send", "number", "code", "message"),
+    [
+        (["started", "started"], os.killpg, signal.SIGINT, 130, "two_tier: interrupted.\n"),
+        (["started", "started", "kept"], os.kill, signal.SIGTERM, 143, "two_tier: terminated.\n"),
+    ],
+)
+def test_no_worker_outlives_an_interruption(trace, tmp_path, awaited, send, number, code, message):
+    """Ctrl-C, which a terminal sends to all, while workers start; SIGTERM, which only the parent gets, later on."""
+    path = tmp_path / "two.json"
+    flags = [*FLAGS, "--host-tokens", "4096", "--part", "tables", "--sample", "5", "--samples", "99", "--jobs", "2"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", JOBS, str(trace), *flags, "--json", str(path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert process.stdout is not None
+        assert [process.stdout.readline().strip() for _ in awaited] == awaited
+        time.sleep(0.3)
+        send(process.pid, number)
+        # Returns only when nobody is left who could write to stdout or stderr; workers can.
+        _, errors = process.communicate(timeout=20)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert (process.returncode, errors) == (code, message)
+    if "kept" in awaited:
+        assert json.loads(path.read_text())["tables"]
