@@ -6,10 +6,12 @@ its trace.
 
 import argparse
 import contextlib
+import math
 import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
@@ -25,6 +27,7 @@ TERMINATED = 143  # exit code after SIGTERM, as shells have it
 
 # What handles a signal where nothing else was chosen; `start` chooses SIG_DFL for both.
 _DEFAULT_HANDLERS = {signal.SIGINT: (signal.default_int_handler, signal.SIG_DFL), signal.SIGTERM: (signal.SIG_DFL,)}
+_SAME_MOMENT_S = 0.1  # signals so close were sent together
 
 
 class Terminated(KeyboardInterrupt):
@@ -47,11 +50,16 @@ def execute(args: argparse.Namespace) -> int:
     Meanwhile SIGTERM raises `Terminated` as Ctrl-C raises KeyboardInterrupt, and once either has ended the command the
     next one ends the process. A signal that is ignored or handled otherwise stays so.
     """
-    ended = False
+    ended, raised_s = False, -math.inf
 
     def handle(number: int, _frame: object) -> None:
+        nonlocal raised_s
+        # Raising again where the first error passes through would break what tidies up there: locks, for one.
+        if time.monotonic() - raised_s < _SAME_MOMENT_S:
+            return
         if ended:
             os._exit(128 + number)
+        raised_s = time.monotonic()
         raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
 
     before = {}

@@ -317,22 +317,27 @@ def executed(run) -> int:
     return command.execute(argparse.Namespace(run=run, prog="command"))
 
 
-def test_signals_are_handled_while_a_command_runs(capsys):
-    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        assert executed(lambda _args: signal.raise_signal(signal.SIGTERM)) == command.TERMINATED == 143
-        assert executed(lambda _args: signal.raise_signal(signal.SIGINT)) == command.INTERRUPTED == 130
-        assert capsys.readouterr().err == "command: terminated.\ncommand: interrupted.\n"
-        assert signal.getsignal(signal.SIGINT) == signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        assert executed(lambda _args: signal.raise_signal(signal.SIGINT) or 0) == 0
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+BOTH = (signal.SIGINT, signal.SIGTERM)
 
 
-def test_signals_wait_for_what_must_not_be_left_half_done(capsys):
-    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGTERM)}
+@pytest.fixture
+def default_signals():
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in BOTH}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_signals_are_handled_while_a_command_runs(capsys, default_signals):
+    assert executed(lambda _args: signal.raise_signal(signal.SIGTERM)) == command.TERMINATED == 143
+    assert executed(lambda _args: signal.raise_signal(signal.SIGINT)) == command.INTERRUPTED == 130
+    assert capsys.readouterr().err == "command: terminated.\ncommand: interrupted.\n"
+    assert [signal.getsignal(number) for number in BOTH] == [signal.SIG_DFL] * 2
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    assert executed(lambda _args: signal.raise_signal(signal.SIGINT) or 0) == 0
+
+
+def test_signals_wait_for_what_must_not_be_left_half_done(capsys, default_signals):
     done = []
 
     def run(_args):
@@ -342,9 +347,21 @@ def test_signals_wait_for_what_must_not_be_left_half_done(capsys):
             done.append("inside")
         done.append("after")
 
-    try:
-        assert executed(run) == 143 and done == ["inside"]
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    assert executed(run) == 143 and done == ["inside"]
     assert capsys.readouterr().err == "command: terminated.\n"
+
+
+def test_signals_sent_together_are_one(capsys, default_signals):
+    done = []
+
+    def run(_args):
+        signal.pthread_sigmask(signal.SIG_BLOCK, BOTH)
+        for number in BOTH:
+            signal.raise_signal(number)
+        try:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, BOTH)
+        finally:
+            done.append("tidied up")
+
+    assert executed(run) == 130 and done == ["tidied up"]
+    assert capsys.readouterr().err == "command: interrupted.\n"
