@@ -169,16 +169,18 @@ command.start_module("two_tier", "", two_tier.add_flags, two_tier.run)
 
 
 @pytest.mark.parametrize(
-    ("awaited", "send", "number", "code", "message"),
+    ("sample", "awaited", "send", "number", "code", "message"),
     [
-        (["started", "started"], os.killpg, signal.SIGINT, 130, "two_tier: interrupted.\n"),
-        (["started", "started", "kept"], os.kill, signal.SIGTERM, 143, "two_tier: terminated.\n"),
+        (1000, ["started", "started"], os.killpg, signal.SIGINT, 130, "two_tier: interrupted.\n"),
+        (5, ["started", "started", "kept"], os.kill, signal.SIGTERM, 143, "two_tier: terminated.\n"),
     ],
 )
-def test_no_worker_outlives_an_interruption(trace, tmp_path, awaited, send, number, code, message):
-    """Ctrl-C, which a terminal sends to all, while workers start; SIGTERM, which only the parent gets, later on."""
-    path = tmp_path / "two.json"
-    flags = [*FLAGS, "--host-tokens", "4096", "--part", "tables", "--sample", "5", "--samples", "99", "--jobs", "2"]
+def test_no_worker_outlives_an_interruption(tmp_path, sample, awaited, send, number, code, message):
+    """Ctrl-C, which a terminal sends to all, while workers start what takes a minute; SIGTERM to the parent, later on."""
+    trace, path = tmp_path / "trace.jsonl", tmp_path / "two.json"
+    write_jsonl(synthesize(SynthesisOptions(sessions=1000, turns=6, context=8000, scale=4)), trace)
+    flags = [*FLAGS, "--scale", "1", "--host-tokens", "4096", "--part", "tables", "--jobs", "2"]
+    flags += ["--sample", str(sample), "--samples", "99"]
     process = subprocess.Popen(
         [sys.executable, "-c", JOBS, str(trace), *flags, "--json", str(path)],
         stdout=subprocess.PIPE,
