@@ -44,18 +44,20 @@ def walk(
     position, limit = node.start * TOKEN_BYTES + len(node.tokens), num_pages * page_bytes
     if position >= limit:
         return path, path[-1].num_pages if path else 0
-    data = memoryview(tokens).cast("B")
-    whole = None  # all as bytes, once there is something to compare: most lookups of a queue end where they begin
+    # Most lookups of a queue end where they begin: all tokens as bytes are wanted only where a page goes on.
+    key = tokens[position // TOKEN_BYTES : position // TOKEN_BYTES + cache.page_size].tobytes()
+    if key not in node.children:
+        return path, path[-1].num_pages if path else 0
+    data = tokens.tobytes()
     while position < limit:
-        child_id = node.children.get(bytes(data[position : position + page_bytes]))
+        child_id = node.children.get(data[position : position + page_bytes])
         if child_id is None:
             break
         node = nodes[child_id]
         path.append(node)
         size = len(node.tokens)
-        whole = whole or data.tobytes()
-        if position + size > limit or not whole.startswith(node.tokens, position):
-            rest = whole[position : min(position + size, limit)]
+        if position + size > limit or not data.startswith(node.tokens, position):
+            rest = data[position : min(position + size, limit)]
             return path, common_pages(node.tokens, rest, cache.page_size)
         position += size
     return path, path[-1].num_pages if path else 0
@@ -146,7 +148,9 @@ def _found(path: Sequence[Node], last_pages: int, page_size: int) -> Match:
         size = int(known.nonzero()[0][-1]) + 1 if known.any() else 0
         page_ids, tiers, owners = page_ids[:size], tiers[:size], None if owners is None else owners[:size]
     stop = len(page_ids) * page_size
-    node_ids = tuple(node.node_id for node in path if node.start < stop)
+    if path[-1].start >= stop:
+        path = [node for node in path if node.start < stop]
+    node_ids = tuple([node.node_id for node in path])
     return Match(_spans(tiers, owners, page_size), stop, node_ids, frozen(page_ids.copy()))
 
 
