@@ -47,7 +47,10 @@ def view_path(cache: CacheState, node_id: int, stop: int, request_id: int, befor
     """
     if before is not None:
         get = cache.nodes.get
-        if all(get(node.node_id) is node for node in before.nodes):
+        for node in before.nodes:
+            if get(node.node_id) is not node:
+                break
+        else:
             return before
     path = radix_tree.path_nodes(cache, node_id)
     owners = radix_tree.owners_along(path)
