@@ -16,6 +16,7 @@ shared page, and the memory of the tree is measured. An operation must not cost 
 
 import argparse
 import dataclasses
+import re
 import resource
 import time
 from collections.abc import Iterator
@@ -280,6 +281,8 @@ def measure_leaves(num_leaves: int, num_tokens: int = 16_384, page_size: int = 6
 
 
 def _numbers(text: str) -> tuple[int, ...]:
+    if not re.fullmatch(r"[1-9]\d{0,8}(,[1-9]\d{0,8})*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} must be numbers of at least 1 with commas between.")
     return tuple(int(number) for number in text.split(","))
 
 

@@ -316,7 +316,7 @@ def _numbers(args: argparse.Namespace, name: str) -> list[int]:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of the command: those of `simulate`, and how much to run."""
     simulate.add_flags(parser)
-    parser.set_defaults(policy=POLICIES, device_tokens=131_200, host_tokens=131_200)
+    parser.set_defaults(policy=POLICIES, device_tokens=131_200, host_tokens=131_200, sessions=None)
     group = parser.add_argument_group("parts")
     group.add_argument("--part", action="append", choices=PARTS, help="what to run; by default everything")
     group.add_argument("--live", default="4,8", metavar="N,...", help="tables: sessions live at once (4,8)")
@@ -340,8 +340,12 @@ def run(args: argparse.Namespace) -> int:
     for scheduler in args.sweep_schedulers:
         if scheduler not in SCHEDULERS:
             raise InputError(f"--sweep-schedulers: unknown scheduler {scheduler!r}; known: {', '.join(SCHEDULERS)}.")
-    if not args.device_tokens or not args.host_tokens:
-        raise InputError(f"--device-tokens {args.device_tokens} and --host-tokens {args.host_tokens} must be above 0.")
+    for flag, value in (("--device-tokens", args.device_tokens), ("--host-tokens", args.host_tokens)):
+        if not value:
+            raise InputError(f"{flag} {value}: must be above 0.")
+    if args.sessions is not None:
+        raise InputError(f"--sessions {args.sessions}: --live and --sweep-live say how many sessions are live here.")
+    args.sessions = args.live[0]
     for flag, path in (("--json", args.json), ("--plot", args.plot)):
         engine_options.check_output(flag, path)
     if args.plot is not None:
@@ -362,4 +366,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    start_module("two_tier", "Compares one cache over two tiers with two caches.", add_flags, run)
+    start_module(
+        "two_tier",
+        f"Compares one cache over two tiers with two caches; by default 131,200 tokens a tier, --policy {POLICIES}.",
+        add_flags,
+        run,
+    )

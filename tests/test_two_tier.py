@@ -91,7 +91,8 @@ def test_bins_hold_all_pages():
         (("--jobs", "0"), "--jobs 0 must be from 1 to 64."),
         (("--samples", "2"), "--samples 2: must be at least 1, and more than 1 needs --sample."),
         (("--sweep-schedulers", "sjf"), "unknown scheduler 'sjf'"),
-        (("--host-tokens", "0"), "--host-tokens 0 must be above 0."),
+        (("--host-tokens", "0"), "--host-tokens 0: must be above 0."),
+        (("--sessions", "2"), "--sessions 2: --live and --sweep-live say how many"),
         (("--plot", "/nowhere/a.png"), "/nowhere"),
     ],
 )
