@@ -221,11 +221,6 @@ def path_nodes(cache: CacheState, node_id: int) -> list[Node]:
     return path
 
 
-def device_ids_of(node: Node) -> np.ndarray:
-    """Returns i32[num_pages]: the device page ids of a node, NO_PAGE where a page is not on the device."""
-    return np.where(node.tiers == Tier.DEVICE, node.page_ids, NO_PAGE) if node.num_host else node.page_ids
-
-
 def path_page_ids(cache: CacheState, node_id: int) -> np.ndarray:
     """Returns i32[num_pages]: the device page ids of the path to `node_id`, NO_PAGE where not on the device."""
     return device_ids_along(path_nodes(cache, node_id))
@@ -244,20 +239,9 @@ def device_ids_along(path: Sequence[Node]) -> np.ndarray:
     return ids
 
 
-def path_moving(cache: CacheState, node_id: int) -> np.ndarray:
-    """Returns i32[num_pages]: how each page of the path to `node_id` is moving, STILL where it is not."""
-    path = path_nodes(cache, node_id)
-    return np.concatenate([moving_of(node) for node in path]) if path else np.empty(0, np.int32)
-
-
 def moving_of(node: Node) -> np.ndarray:
     """Returns i32[num_pages]: `Node.moving`, STILL where nothing moves."""
     return np.full(node.num_pages, STILL, np.int32) if node.moving is None else node.moving
-
-
-def path_owners(cache: CacheState, node_id: int) -> np.ndarray:
-    """Returns i64[num_pages]: which request fills each page of the path to `node_id`."""
-    return owners_along(path_nodes(cache, node_id))
 
 
 def owners_along(path: Sequence[Node]) -> np.ndarray:

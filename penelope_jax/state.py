@@ -40,7 +40,8 @@ class Request:
         path_stop: tokens of the path that are the tree's.
         match_stop: end of the match at admission; missing spans below it are holes.
         page_table: i32[pages], read-only; NO_PAGE for pages of the path that are not on the device.
-        view: while pages of the path are not on the device, what it saw of the path when `page_table` was brought up to date.
+        view: while pages of the path are not on the device, the path as it was when `page_table` was brought up to
+            date.
         num_owned: pages of the path that are still to be taken for it: those that it must fill, and those on the host
             whose load has not begun.
         next_pos: every position below it is resident, or planned by this request.

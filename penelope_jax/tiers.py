@@ -5,7 +5,7 @@ while it is demoted it is on the host already and its device page is free again.
 ends, page by page, whatever happens to the requests around it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -66,22 +66,26 @@ def still_on_host(node: Node) -> np.ndarray:
 
 def loadable(cache: CacheState, node_ids: Sequence[int], stop: int) -> int:
     """Returns how many pages below position `stop` of a path are on the host and not moving."""
-    number = 0
-    for node_id in node_ids:
-        node = cache.nodes[node_id]
-        if node.num_host:
-            number += int(np.count_nonzero(still_on_host(node)[: max(0, stop - node.start) // cache.page_size]))
-    return number
+    return _count(cache, node_ids, stop, still_on_host)
 
 
 def to_load(cache: CacheState, node_ids: Sequence[int], stop: int) -> int:
-    """Returns how many pages below position `stop` of a path are on the host, or on their way there, and not on the way back."""
+    """Returns how many pages below position `stop` of a path are on the host or on their way there, not being loaded."""
+    return _count(cache, node_ids, stop, _not_loading)
+
+
+def _not_loading(node: Node) -> np.ndarray:
+    on_host = node.tiers == Tier.HOST
+    return on_host if node.moving is None else on_host & (node.moving < 0)
+
+
+def _count(cache: CacheState, node_ids: Sequence[int], stop: int, wanted: Callable[[Node], np.ndarray]) -> int:
+    """Returns how many pages below position `stop` are `wanted`, of those nodes of a path that have host pages."""
     number = 0
     for node_id in node_ids:
         node = cache.nodes[node_id]
         if node.num_host:
-            waiting = (node.tiers == Tier.HOST) & (moving_of(node) < 0)
-            number += int(np.count_nonzero(waiting[: max(0, stop - node.start) // cache.page_size]))
+            number += int(np.count_nonzero(wanted(node)[: max(0, stop - node.start) // cache.page_size]))
     return number
 
 

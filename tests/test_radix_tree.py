@@ -107,9 +107,13 @@ def test_paths_give_pages_and_owners_of_all_nodes():
     node_ids = [node.node_id for node in radix_tree.path_nodes(cache, claim.pin.node_id)]
     assert len(node_ids) == 3, "S, then ABC, then D"
     assert radix_tree.path_page_ids(cache, claim.pin.node_id).tolist() == [0, 1, 2, 3, NO_PAGE]
-    assert radix_tree.path_owners(cache, claim.pin.node_id).tolist() == [NO_OWNER] * 4 + [3]
+    assert radix_tree.owners_along(radix_tree.path_nodes(cache, claim.pin.node_id)).tolist() == [NO_OWNER] * 4 + [3]
     root = cache.roots[""]
-    assert radix_tree.path_page_ids(cache, root).shape == radix_tree.path_owners(cache, root).shape == (0,)
+    assert (
+        radix_tree.path_page_ids(cache, root).shape
+        == radix_tree.owners_along(radix_tree.path_nodes(cache, root)).shape
+        == (0,)
+    )
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from penelope_jax.config import EngineConfig
 from penelope_jax.events import MoveDone
 from penelope_jax.moves import MAX_MOVE_PAGES, Move, MoveKind
 from penelope_jax.pages import NO_PAGE, Tier
-from penelope_jax.radix_tree import Node, device_ids_of, moving_of, owners_of, path_nodes
+from penelope_jax.radix_tree import Node, device_ids_along, moving_of, owners_of, path_nodes
 from penelope_jax.segments import StepPlan
 
 
@@ -120,7 +120,7 @@ class TieredWorld(EngineWorld):
 
     def held(self, node: Node) -> list[tuple[np.ndarray, np.ndarray]]:
         on_host = np.where(node.tiers == Tier.HOST, node.page_ids, NO_PAGE)
-        pools = [(self.slots, device_ids_of(node)), (self.host_slots, on_host)]
+        pools = [(self.slots, device_ids_along([node])), (self.host_slots, on_host)]
         return pools if node.copies is None else [*pools, (self.host_slots, node.copies)]
 
 
