@@ -80,6 +80,7 @@ def admit(cache: CacheState, config: EngineConfig, request: Request) -> tuple[Ca
         match_stop=found.stop,
         page_table=frozen(table.copy()),
         num_owned=int(np.count_nonzero(table == NO_PAGE)) if cache.num_host else _num_pages(claim.owned, size),
+        target_pages=_target_pages(config, request),
         next_pos=0,
     )
 
@@ -126,18 +127,23 @@ def _metrics(
 
 def have_room(cache: CacheState, config: EngineConfig, running: tuple[Request, ...]) -> bool:
     """Whether the device has pages for all that these requests may still take."""
-    needed = sum(claimed_pages(config, request) for request in running) - cache.device.num_free
+    needed = sum([claimed_pages(request) for request in running]) - cache.device.num_free
     # Pages that requests share are counted more than once here, so there may be more.
-    at_least = cache.num_device - sum(request.path_stop for request in running) // config.page_size
+    at_least = cache.num_device - sum([request.path_stop for request in running]) // config.page_size
     return needed <= at_least or needed <= evictable_pages(cache, config, running)
 
 
-def claimed_pages(config: EngineConfig, request: Request) -> int:
+def claimed_pages(request: Request) -> int:
     """Returns the pages a running request may still take: its unfilled pages, its tail, and its output reserve."""
+    left = request.target_pages - len(request.page_table)
+    return request.num_owned + left if left > 0 else request.num_owned
+
+
+def _target_pages(config: EngineConfig, request: Request) -> int:
+    """Returns how many pages its prompt and its output reserve fill."""
     earlier_outputs = len(request.prompt) - request.original_len
     reserve = min(request.max_tokens - earlier_outputs, config.output_reserve)
-    target = -(-(len(request.prompt) + reserve) // config.page_size)
-    return request.num_owned + max(0, target - len(request.page_table))
+    return -(-(len(request.prompt) + reserve) // config.page_size)
 
 
 def evictable_pages(cache: CacheState, config: EngineConfig, running: tuple[Request, ...]) -> int:

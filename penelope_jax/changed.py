@@ -9,9 +9,18 @@ def changed[T](value: T, **changes: Any) -> T:
     Args:
         value: of a class without slots and without `__post_init__`, which is not called.
         changes: new values by field name.
+
+    Raises:
+        TypeError: there is no such field.
     """
-    assert changes.keys() <= value.__dict__.keys(), f"{type(value).__name__} has no such fields: {sorted(changes)}"
-    made = object.__new__(type(value))
-    made.__dict__.update(value.__dict__)
-    made.__dict__.update(changes)
+    before = value.__dict__
+    fields = before | changes
+    if len(fields) != len(before):
+        raise TypeError(f"{type(value).__name__} has no such fields: {sorted(changes.keys() - before.keys())}.")
+    made = _new(type(value))
+    _set(made, "__dict__", fields)
     return made
+
+
+_new = object.__new__
+_set = object.__setattr__

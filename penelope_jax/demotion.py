@@ -68,8 +68,7 @@ _NONE = np.empty(0, np.int32)
 
 def _put_on_host(edit: TreeEdit, node: Node, first: int, host_ids: np.ndarray) -> None:
     edit.set_pages(node, first, host_ids, Tier.HOST, PLANNED)
-    for host_id in host_ids.tolist():
-        edit.moving = edit.moving.set(host_id, node.node_id)
+    edit.list_moving(host_ids, node.node_id)
 
 
 def _leaf_tail(edit: TreeEdit, node: Node, num_pages: int) -> list[tuple[Node, int, int]]:
@@ -78,7 +77,7 @@ def _leaf_tail(edit: TreeEdit, node: Node, num_pages: int) -> list[tuple[Node, i
 
 
 def _leaf_head(edit: TreeEdit, node: Node, num_pages: int) -> list[tuple[Node, int, int]]:
-    return [(node, first, last) for first, last in runs(node.tiers == Tier.DEVICE, num_pages)]
+    return [(node, first, last) for first, last in _device_runs(node, 0, num_pages)]
 
 
 def _private_front(edit: TreeEdit, node: Node, num_pages: int) -> list[tuple[Node, int, int]]:
@@ -97,10 +96,19 @@ def _private_front(edit: TreeEdit, node: Node, num_pages: int) -> list[tuple[Nod
         start = 0
         if node.num_resident < node.num_pages and not chosen:
             start = int((node.page_ids == NO_PAGE).nonzero()[0][-1]) + 1
-        for first, last in runs(node.tiers[start:] == Tier.DEVICE, num_pages):
-            chosen.append((node, start + first, start + last))
+        for first, last in _device_runs(node, start, num_pages):
+            chosen.append((node, first, last))
             num_pages -= last - first
     return chosen or _leaf_tail(edit, node, num_pages)
+
+
+def _device_runs(node: Node, start: int, num_pages: int) -> list[tuple[int, int]]:
+    """Returns the runs of device pages from page `start` on, `num_pages` pages in all or what there is."""
+    if node.num_resident == node.num_host:
+        return []
+    if node.num_host == 0 and node.num_resident == node.num_pages:
+        return [(start, min(node.num_pages, start + num_pages))]
+    return [(start + first, start + last) for first, last in runs(node.tiers[start:] == Tier.DEVICE, num_pages)]
 
 
 _CHOOSERS = {Start.LEAF_TAIL: _leaf_tail, Start.LEAF_HEAD: _leaf_head, Start.PRIVATE_FRONT: _private_front}

@@ -56,11 +56,17 @@ def evict(cache: CacheState, num_pages: int, policy: Policy) -> tuple[CacheState
         if leaf_id is None:
             break
         for node, first, last in _CHOOSERS[policy.start](edit, edit.nodes[leaf_id], left, policy.unit):
-            drop(edit, edit.nodes[node.node_id], first, last, freed)
+            node = edit.nodes[node.node_id]
+            if node.node_id == leaf_id and last - first == node.num_resident:
+                free(edit, node, first, last, freed)
+                edit.cut(node)
+            else:
+                drop(edit, node, first, last, freed)
             left -= last - first
             size = cache.page_size
             spans.append(EvictedSpan(node.node_id, node.start + first * size, node.start + last * size))
-        edit.prune(leaf_id)
+        if leaf_id in edit.nodes:
+            edit.prune(leaf_id)
     device_ids, host_ids = (np.concatenate(freed[tier]) if freed[tier] else _NONE for tier in (Tier.DEVICE, Tier.HOST))
     after = edit.finish(device=pages.give_back(cache.device, device_ids), host=pages.give_back(cache.host, host_ids))
     return after, Eviction(tuple(spans), len(device_ids) + len(host_ids), max(0, left))
@@ -68,6 +74,12 @@ def evict(cache: CacheState, num_pages: int, policy: Policy) -> tuple[CacheState
 
 def drop(edit: TreeEdit, node: Node, first: int, last: int, freed: dict[Tier, list[np.ndarray]]) -> None:
     """Makes resident pages `[first, last)` of a node missing; their ids go to `freed`, by tier."""
+    free(edit, node, first, last, freed)
+    edit.set_pages(node, first, np.full(last - first, NO_PAGE, np.int32), Tier.MISSING)
+
+
+def free(edit: TreeEdit, node: Node, first: int, last: int, freed: dict[Tier, list[np.ndarray]]) -> None:
+    """Adds the ids of resident pages `[first, last)` of a node, and of their copies, to `freed`."""
     page_ids, part = node.page_ids[first:last], slice(first, last)
     if node.num_host:
         on_host = node.tiers[part] == Tier.HOST
@@ -81,7 +93,6 @@ def drop(edit: TreeEdit, node: Node, first: int, last: int, freed: dict[Tier, li
     if node.copies is not None:
         copies = node.copies[part]
         freed[Tier.HOST].append(copies[copies != NO_PAGE])
-    edit.set_pages(node, first, np.full(last - first, NO_PAGE, np.int32), Tier.MISSING)
 
 
 def _leaf_tail(edit: TreeEdit, leaf: Node, num_pages: int, unit: Unit) -> list[tuple[Node, int, int]]:

@@ -3,6 +3,7 @@
 Every function takes a cache and returns the next one. Page ids passed in belong to the caller until they are adopted.
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -149,17 +150,24 @@ def _fill_where(edit: TreeEdit, node: Node, first: int, missing: np.ndarray, giv
 def _end_of_match(edit: TreeEdit, found: Match) -> Node:
     """Returns the node where a match ends, split there if it ends inside one."""
     node = edit.nodes[found.node_ids[-1]]
+    while node.start >= found.stop:  # split since: the half that keeps the id begins behind the match
+        node = edit.nodes[node.parent_id]
     num_pages = (found.stop - node.start) // edit.cache.page_size
     return edit.split(node.node_id, num_pages) if num_pages < node.num_pages else node
 
 
 def touch(cache: CacheState, found: Match) -> CacheState:
     """Stamps what matched, and only that (rule 6). The match must be of this cache value."""
-    if not found.node_ids:
-        return cache
+    return touch_all(cache, (found,))
+
+
+def touch_all(cache: CacheState, matches: Iterable[Match]) -> CacheState:
+    """Touches one match after the other, all of this cache value."""
     edit = TreeEdit(cache)
-    edit.stamp(_end_of_match(edit, found))
-    return edit.finish()
+    for found in matches:
+        if found.node_ids:
+            edit.stamp(_end_of_match(edit, found))
+    return edit.finish() if edit.clock != cache.clock else cache
 
 
 def pin(cache: CacheState, found: Match, namespace: str = "") -> tuple[CacheState, Pin]:

@@ -98,8 +98,7 @@ class _WriteBack:
         for first, last in runs(on_device, node.num_pages):
             node = self.edit.set_pages(node, first, new_ids[first:last], Tier.HOST)
         self.edit.set_moving(node, marks)
-        for host_id in host_ids.tolist():
-            self.edit.moving = self.edit.moving.set(host_id, node.node_id)
+        self.edit.list_moving(host_ids, node.node_id)
         return int(on_device.sum())
 
     def find_host_room(self, number: int, keep_id: int) -> bool:

@@ -72,7 +72,9 @@ def oldest_entry(order: LeafOrder) -> tuple[int, int] | None:
     if trie is None:
         return None
     for _ in range(order.depth):
-        slot = next(slot for slot, child in enumerate(trie) if child is not None)
+        slot = 0
+        while trie[slot] is None:
+            slot += 1
         stamp = stamp << _BITS | slot
         trie = trie[slot]
     return stamp, trie  # type: ignore[return-value]

@@ -94,6 +94,8 @@ def look_up(
     Returns:
         What is found now; `before` itself when that is the same, and its nodes have the same pages.
     """
+    if before is not None and _unchanged(cache, before.path):
+        return before
     tokens = as_tokens(tokens)
     limit = len(tokens) // cache.page_size
     limit = limit if max_pages is None else min(limit, max_pages)
@@ -102,9 +104,20 @@ def look_up(
         last_pages = before.last_pages  # it ended inside a node, which has the same tokens
     else:
         path, last_pages = walk(cache, tokens, namespace, limit, path)
-    if before is not None and last_pages == before.last_pages and _same_pages(path, before.path):
+    if before is not None and last_pages == before.last_pages and _all_same(path, before.path):
         return before
     return LookUp(tuple(path), last_pages, _found(path, last_pages, cache.page_size))
+
+
+def _unchanged(cache: CacheState, before: Sequence[Node]) -> bool:
+    """Whether an earlier path that is not empty has the same pages, and nothing new goes on from its end."""
+    get = cache.nodes.get
+    node = old = None
+    for old in before:
+        node = get(old.node_id)
+        if node is not old and (node is None or not _same_pages(node, old)):
+            return False
+    return old is not None and node is not None and node.children is old.children
 
 
 def _same_way(cache: CacheState, before: Sequence[Node]) -> list[Node]:
@@ -120,20 +133,19 @@ def _same_way(cache: CacheState, before: Sequence[Node]) -> list[Node]:
     return path
 
 
-def _same_pages(path: Sequence[Node], before: Sequence[Node]) -> bool:
-    """Whether two paths have the same nodes with the same pages; what else may change of a node makes no difference."""
-    if len(path) != len(before):
-        return False
-    for node, old in zip(path, before, strict=True):
-        if node is not old and (
-            node.tokens is not old.tokens
-            or node.parent_id != old.parent_id
-            or node.page_ids is not old.page_ids
-            or node.tiers is not old.tiers
-            or node.owners is not old.owners
-        ):
-            return False
-    return True
+def _same_pages(node: Node, old: Node) -> bool:
+    """Whether a node has the same pages as before, on the same way; what else may change makes no difference."""
+    return node is old or (
+        node.tokens is old.tokens
+        and node.parent_id == old.parent_id
+        and node.page_ids is old.page_ids
+        and node.tiers is old.tiers
+        and node.owners is old.owners
+    )
+
+
+def _all_same(path: Sequence[Node], before: Sequence[Node]) -> bool:
+    return len(path) == len(before) and all(_same_pages(node, old) for node, old in zip(path, before, strict=True))
 
 
 def _found(path: Sequence[Node], last_pages: int, page_size: int) -> Match:

@@ -14,7 +14,7 @@ from penelope_jax.leaving import release, with_retracted
 from penelope_jax.pages import NO_PAGE, Tier, frozen
 from penelope_jax.path_view import PathView, view_path
 from penelope_jax.room import Room
-from penelope_jax.rows import decode_row, prompt_row
+from penelope_jax.rows import decode_row, fed_back, prompt_row
 from penelope_jax.segments import Segment, SegmentKind, StepPlan
 from penelope_jax.state import EngineState, InFlight, Request, count
 
@@ -163,14 +163,16 @@ class _Planner(Room):
 
     def decode(self) -> None:
         """One token for each request whose prompt is done, oldest first."""
-        for index, request in enumerate(tuple(self.running)):
-            if not request.prefilled or not self.stays(request):
+        decoding = [pair for pair in enumerate(self.running) if pair[1].decodes and self.stays(pair[1])]
+        first = decoding[: max(0, min(self.tokens_left, self.segments_left))]
+        # Room for all their pages at once: one by one, each would look for the oldest history.
+        self.make_room(sum([self.needs_page(request) for _, request in first]))
+        for (index, request), tokens in zip(decoding, fed_back(request for _, request in decoding), strict=True):
+            if not self.tokens_left or not self.segments_left:
+                break
+            if not self.stays(request):
                 continue
-            num_sampled = request.output_len + request.num_in_flight
-            if num_sampled >= request.max_tokens or not self.tokens_left or not self.segments_left:
-                continue
-            position = request.next_pos
-            if position // self.page_size == len(request.page_table):
+            if self.needs_page(request):
                 page_ids = self.allocate(1, request, last_resort=True)
                 if page_ids is None:
                     # Pages come with the last step of one that leaves, and when moves have ended.
@@ -178,10 +180,13 @@ class _Planner(Room):
                     if len(self.running) > 1 and not waits and not self.flying(request):
                         self.retract(request)  # older requests go on and finish
                     continue
-                table = frozen(np.concatenate([request.page_table, page_ids]))
-                request = changed(request, page_table=table)
-            self.add(decode_row(request, self.page_size, position))
-            self.store(self.planned_to(request, position + 1, sampled=True), index)
+                request = changed(request, page_table=frozen(np.concatenate([request.page_table, page_ids])))
+            self.add(decode_row(request, self.page_size, tokens))
+            self.store(self.planned_to(request, request.next_pos + 1, sampled=True), index)
+
+    def needs_page(self, request: Request) -> bool:
+        """Whether its next token begins a page."""
+        return request.next_pos // self.page_size == len(request.page_table)
 
     def prefill(self) -> None:
         """Goes on with admitted requests whose prompt is not done, oldest first."""
@@ -323,8 +328,8 @@ class _Planner(Room):
                 matches[request.request_id] = lookup.found
                 if lookup is not request.lookup:
                     queue[index] = changed(request, lookup=lookup)
-                if self.config.policy.stamp_waiting:
-                    self.cache = histories.touch(self.cache, lookup.found)
+            if self.config.policy.stamp_waiting:
+                self.cache = histories.touch_all(self.cache, matches.values())
             self.waiting = tuple(queue)
         state = changed(self.state, waiting=self.waiting)
         for request in scheduler.ordered(state, matches):

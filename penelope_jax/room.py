@@ -65,19 +65,24 @@ class Room:
         Returns:
             i32[num_pages], or None if there are not that many to be had now.
         """
-        short = num_pages - self.cache.device.num_free
-        if short > 0:
-            if self._inclusive:
-                self._write_back(short)
-            else:
-                self._evict(short - max(0, self._host_room()))
-                self._demote(min(num_pages - self.cache.device.num_free, self._host_room()))
+        self.make_room(num_pages)
         if num_pages > self.cache.device.num_free:
             self.is_short = True
             return None
         pool, page_ids = pages.take(self.cache.device, num_pages)
         self.cache = changed(self.cache, device=pool)
         return page_ids
+
+    def make_room(self, num_pages: int) -> None:
+        """Evicts and demotes until so many device pages are free, or as far as that is possible now."""
+        short = num_pages - self.cache.device.num_free
+        if short <= 0:
+            return
+        if self._inclusive:
+            self._write_back(short)
+        else:
+            self._evict(short - max(0, self._host_room()))
+            self._demote(min(num_pages - self.cache.device.num_free, self._host_room()))
 
     def too_few(self, num_pages: int, wanted: int) -> bool:
         """Whether to wait for more than `num_pages` free pages, of `wanted`: pages that are moving will make room."""

@@ -1,5 +1,7 @@
 """The rows of a step: segments made of what a request holds."""
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from penelope_jax.changed import changed
@@ -7,26 +9,34 @@ from penelope_jax.pages import frozen
 from penelope_jax.segments import Segment, SegmentKind, SlotStart
 from penelope_jax.state import Request
 
-_IN_FLIGHT = frozen(np.array([-1], np.int32))
+_NOTHING = frozen(np.empty(0, np.int32))
 _DECODE = Segment(
-    request_id=-1, kind=SegmentKind.DECODE, start=0, stop=1, tokens=_IN_FLIGHT, page_table=_IN_FLIGHT, write_from=0
+    request_id=-1, kind=SegmentKind.DECODE, start=0, stop=1, tokens=_NOTHING, page_table=_NOTHING, write_from=0
 )
 
 
-def decode_row(request: Request, page_size: int, position: int) -> Segment:
-    """Returns the row that feeds back the token at `position`, which is known or sampled by the step before.
+def fed_back(requests: Iterable[Request]) -> list[np.ndarray]:
+    """Returns the token at each request's next position, i32[1]: known, or sampled by the step before (-1).
 
-    There is one for each running request in every step, so it is made by changing another.
+    There is one for each running request in every step, so they are parts of one array.
     """
-    known = position - len(request.prompt)
-    in_flight = known >= len(request.outputs)
+    known = [(request.outputs, request.next_pos - len(request.prompt)) for request in requests]
+    tokens = frozen(np.array([outputs[at] if at < len(outputs) else -1 for outputs, at in known], np.int32))
+    return [tokens[row : row + 1] for row in range(len(known))]
+
+
+def decode_row(request: Request, page_size: int, tokens: np.ndarray) -> Segment:
+    """Returns the row that feeds back a request's last token, `fed_back`; made by changing another."""
+    position = request.next_pos
+    in_flight = position - len(request.prompt) >= len(request.outputs)
+    table, num_pages = request.page_table, position // page_size + 1
     return changed(
         _DECODE,
         request_id=request.request_id,
         start=position,
         stop=position + 1,
-        tokens=_IN_FLIGHT if in_flight else frozen(np.array(request.outputs[known : known + 1], np.int32)),
-        page_table=request.page_table[: position // page_size + 1],
+        tokens=tokens,
+        page_table=table if len(table) == num_pages else table[:num_pages],
         write_from=position,
         sample=request.sampling,
         feed=request.feed if in_flight else -1,

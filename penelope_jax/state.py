@@ -44,6 +44,7 @@ class Request:
             date.
         num_owned: pages of the path that are still to be taken for it: those that it must fill, and those on the host
             whose load has not begun.
+        target_pages: once it was admitted, the pages that its prompt and its output reserve fill.
         next_pos: every position below it is resident, or planned by this request.
         outputs: tokens sampled since the last admission.
         num_cut: tokens at the end of the prompt, sampled before a retraction, that do not count: it stopped earlier.
@@ -72,6 +73,7 @@ class Request:
     page_table: np.ndarray = dataclasses.field(default_factory=lambda: _NO_PAGES)
     view: PathView | None = None
     num_owned: int = 0
+    target_pages: int = 0
     next_pos: int = 0
     outputs: tuple[int, ...] = ()
     num_cut: int = 0
@@ -84,6 +86,13 @@ class Request:
     @property
     def prefilled(self) -> bool:
         return self.next_pos >= len(self.prompt)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether its prompt is done and there are tokens to sample."""
+        if self.next_pos < len(self.prompt):
+            return False
+        return self.output_len + self.num_in_flight < self.max_tokens
 
     @property
     def output_len(self) -> int:

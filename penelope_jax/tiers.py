@@ -118,8 +118,7 @@ def load(
             moving[wanted] = device_ids[done : done + len(wanted)]
             edit.set_moving(node, moving)
             host_ids.append(node.page_ids[wanted])
-            for host_id in host_ids[-1].tolist():
-                edit.moving = edit.moving.set(host_id, node_id)
+            edit.list_moving(host_ids[-1], node_id)
             done += len(wanted)
     assert done == num_pages, f"{num_pages} pages are to be loaded, {done} are on the host"
     return edit.finish(device=device), np.concatenate(host_ids), device_ids
@@ -265,8 +264,7 @@ def let_go(cache: CacheState) -> CacheState:
     for node_id in {node_id for node_id in edit.moving.values() if node_id not in pinned and node_id != NO_NODE}:
         node = edit.nodes[node_id]
         mask = moving_of(node) != STILL
-        for host_id in node.page_ids[mask].tolist():
-            edit.moving = edit.moving.set(host_id, NO_NODE)
+        edit.list_moving(node.page_ids[mask], NO_NODE)
         for first, last in runs(mask, node.num_pages):
             node = edit.set_pages(node, first, np.full(last - first, NO_PAGE, np.int32), Tier.MISSING)
         edit.prune(node_id)
@@ -316,15 +314,16 @@ def _move(cache: CacheState, move_id: int) -> Move:
 def _by_node(edit: TreeEdit, move: Move, free_host: list[int], free_device: list[int]) -> dict[int, list[int]]:
     """Takes a move's pages off the list of moving ones and returns them by node; those let go of are free."""
     by_node: dict[int, list[int]] = {}
+    moving = edit.moving.mutate()
     for host_id, device_id in zip(move.host_ids.tolist(), move.device_ids.tolist(), strict=True):
-        node_id = edit.moving[host_id]
-        edit.moving = edit.moving.delete(host_id)
+        node_id = moving.pop(host_id)
         if node_id == NO_NODE:
             free_host.append(host_id)
             if move.kind is MoveKind.LOAD:
                 free_device.append(device_id)
         else:
             by_node.setdefault(node_id, []).append(host_id)
+    edit.moving = moving.finish()
     return by_node
 
 

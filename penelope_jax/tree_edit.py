@@ -174,8 +174,7 @@ class TreeEdit:
         self._store(suffix)
         self._store(prefix)
         if prefix.moving is not None:
-            for page_id in prefix.page_ids[prefix.moving != STILL].tolist():
-                self.moving = self.moving.set(page_id, prefix_id)
+            self.list_moving(prefix.page_ids[prefix.moving != STILL], prefix_id)
         parent = self.nodes[node.parent_id]
         self.put(parent._replace(children=parent.children.set(self.key(node.tokens), prefix_id)))
         return prefix
@@ -187,7 +186,9 @@ class TreeEdit:
         """
         part = slice(first, first + len(page_ids))
         new_ids, new_tiers = node.page_ids.copy(), node.tiers.copy()
-        before = int(np.count_nonzero(new_ids[part] != NO_PAGE))
+        before = len(page_ids)
+        if node.num_resident < node.num_pages:
+            before = int(np.count_nonzero(new_ids[part] != NO_PAGE)) if node.num_resident else 0
         host_before = int(np.count_nonzero(new_tiers[part] == Tier.HOST)) if node.num_host else 0
         new_ids[part] = page_ids
         new_tiers[part] = tier
@@ -209,6 +210,10 @@ class TreeEdit:
         """Returns the stored node with what moves changed; `moving` i32[num_pages] is adopted."""
         return self.put(node._replace(moving=_or_none(moving, STILL)))
 
+    def list_moving(self, host_ids: np.ndarray, node_id: int) -> None:
+        """Lists moving host pages as those of a node."""
+        self.moving = self.moving.update(dict.fromkeys(host_ids.tolist(), node_id))
+
     def set_copies(self, node: Node, copies: np.ndarray) -> Node:
         """Returns the stored node with its copies changed; `copies` i32[num_pages] is adopted."""
         before = 0 if node.copies is None else int((node.copies != NO_PAGE).sum())
@@ -229,15 +234,39 @@ class TreeEdit:
                 size = keep * self.cache.page_size * TOKEN_BYTES
                 self.put(node._replace(tokens=node.tokens[:size], **_pages_in(node, slice(0, keep))))
                 return
-            if is_leaf(node):
-                self.leaves = leaf_order.remove(self.leaves, node.stamp, node.node_id)
-            del self.nodes[node.node_id]
             if node.parent_id == NO_PAGE:
+                del self.nodes[node.node_id]
                 self.roots = self.roots.delete(next(key for key, id_ in self.roots.items() if id_ == node.node_id))
                 return
-            parent = self.nodes[node.parent_id]
-            children = parent.children.delete(self.key(node.tokens))
-            node = self.put(parent._replace(children=children, stamp=max(parent.stamp, node.stamp)))
+            node = self._remove(node)
+
+    def cut(self, node: Node) -> None:
+        """Takes a childless, unpinned node out of the tree, whatever pages it has; their ids are the caller's.
+
+        What then ends in missing pages is pruned.
+        """
+        self.prune(self._remove(node).node_id)
+
+    def _remove(self, node: Node) -> Node:
+        """Takes a childless, unpinned node out of the tree and returns the one above."""
+        if is_leaf(node):
+            self.leaves = leaf_order.remove(self.leaves, node.stamp, node.node_id)
+        if self.tiered and is_device_leaf(node):
+            self.device_leaves = leaf_order.remove(self.device_leaves, node.stamp, node.node_id)
+        self.num_resident -= node.num_resident
+        self.num_host -= node.num_host
+        if node.copies is not None:
+            self.num_copies -= int(np.count_nonzero(node.copies != NO_PAGE))
+            self.copied = self.copied.delete(node.node_id)
+        del self.nodes[node.node_id]
+        parent = self.nodes[node.parent_id]
+        return self.put(
+            parent._replace(
+                children=parent.children.delete(self.key(node.tokens)),
+                num_busy=parent.num_busy - int(self.tiered and is_busy(node)),
+                stamp=max(parent.stamp, node.stamp),
+            )
+        )
 
 
 def _in_order(order: LeafOrder, node_id: int, before: int | None, now: int | None) -> LeafOrder:

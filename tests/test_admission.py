@@ -145,7 +145,7 @@ def test_the_room_counts_prompt_output_and_one_page():
 def test_a_request_claims_its_missing_pages_its_tail_and_its_output_reserve(max_tokens: int, expected: int):
     """A page of hit, three to compute, and an output of at most 6 reserved tokens."""
     _, request = admitted(make(16, "A"), request_of("ABCD", 2, max_tokens))
-    assert admission.claimed_pages(CONFIG, request) == expected
+    assert admission.claimed_pages(request) == expected
 
 
 def test_evictable_pages_are_those_that_no_running_request_needs():
