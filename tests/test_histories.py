@@ -111,6 +111,20 @@ def test_eviction_and_refill_split_nothing():
 # Touch.
 
 
+def test_matches_touched_together_are_touched_one_after_the_other():
+    """Also where one splits the node in which the other ends."""
+    before = make(12, "ABCDE", "XY")
+    texts = ("ABCDE", "AB", "ABCD", "A", "Q", "XY", "ABCDE")
+    matches = [lookup.match(before, tokens_of(text)) for text in texts]
+    together = histories.touch_all(before, matches)
+    single = before
+    for text in texts:
+        single = histories.touch(single, lookup.match(single, tokens_of(text)))
+    check_cache(together)
+    assert rendered(together) == rendered(single) != rendered(before)
+    assert histories.touch_all(before, matches[4:5]) is before
+
+
 def test_a_touch_stamps_only_what_matched():
     """The prefix is used again, the rest of the history is not: the rest is the oldest."""
     cache = make(12, "ABCD", "XY")
