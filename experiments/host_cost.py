@@ -148,7 +148,7 @@ def measure_plan(num_requests: int = 64, num_tokens: int = 130_000, num_steps: i
 
 
 def measure_tiers(
-    num_requests: int = 64, num_host_pages: int = 4_000, num_tokens: int = 6_000, num_steps: int = 400
+    num_requests: int = 64, num_host_pages: int = 4_000, num_tokens: int = 6_000, num_steps: int = 1_500
 ) -> dict[str, list[float]]:
     """Returns seconds of `plan` and `apply` with both tiers full and pages moving between them.
 

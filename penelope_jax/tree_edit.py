@@ -248,7 +248,11 @@ class TreeEdit:
         self.prune(self._remove(node).node_id)
 
     def _remove(self, node: Node) -> Node:
-        """Takes a childless, unpinned node out of the tree and returns the one above."""
+        """Takes a childless, unpinned node out of the tree, and those above that had nothing but it.
+
+        Returns:
+            The lowest node that is left, stored.
+        """
         if is_leaf(node):
             self.leaves = leaf_order.remove(self.leaves, node.stamp, node.node_id)
         if self.tiered and is_device_leaf(node):
@@ -258,13 +262,19 @@ class TreeEdit:
         if node.copies is not None:
             self.num_copies -= int(np.count_nonzero(node.copies != NO_PAGE))
             self.copied = self.copied.delete(node.node_id)
-        del self.nodes[node.node_id]
-        parent = self.nodes[node.parent_id]
+        stamp = node.stamp
+        while True:
+            del self.nodes[node.node_id]
+            parent = self.nodes[node.parent_id]
+            stamp = max(stamp, parent.stamp)
+            if len(parent.children) > 1 or parent.num_pins or parent.num_resident or parent.parent_id == NO_PAGE:
+                break
+            node = parent  # all its pages are missing: it is in no order and no count
         return self.put(
             parent._replace(
                 children=parent.children.delete(self.key(node.tokens)),
                 num_busy=parent.num_busy - int(self.tiered and is_busy(node)),
-                stamp=max(parent.stamp, node.stamp),
+                stamp=stamp,
             )
         )
 
