@@ -360,8 +360,14 @@ def run(args: argparse.Namespace) -> int:
         if args.json:
             write_json(args.json, results)
 
-    for part in args.part or PARTS:
-        _RUN[part](args, trace, keep)
+    try:
+        for part in args.part or PARTS:
+            _RUN[part](args, trace, keep)
+    except KeyboardInterrupt:
+        number = sum(len(documents) for documents in results.values())
+        place = f"in {args.json}" if args.json else "nowhere, for want of --json"
+        print(f"{args.prog}: simulations that had ended: {number}, kept {place}.", file=sys.stderr)
+        raise
     return 0
 
 

@@ -145,7 +145,8 @@ def test_ctrl_c_keeps_the_simulations_that_ended(trace, tmp_path, capsys, monkey
     flags = ("--part", "tables", "--live", 4, "--policy", "sglang,vllm,penelope")
     assert two_tiers(trace, *flags, "--json", path) == 130
     assert started == ["sglang", "vllm"]
-    assert capsys.readouterr().err == "two_tier: interrupted.\n"
+    told = f"two_tier: simulations that had ended: 1, kept in {path}.\ntwo_tier: interrupted.\n"
+    assert capsys.readouterr().err == told
     (document,) = json.loads(path.read_text())["tables"]
     assert document["config"]["policy"] == "sglang" and not document["run"]["partial"]
 
@@ -199,6 +200,7 @@ def test_no_worker_outlives_an_interruption(tmp_path, sample, awaited, send, num
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-    assert (process.returncode, errors) == (code, message)
-    if "kept" in awaited:
-        assert json.loads(path.read_text())["tables"]
+    kept = json.loads(path.read_text())["tables"] if "kept" in awaited else []
+    assert bool(kept) == ("kept" in awaited)
+    told = f"two_tier: simulations that had ended: {len(kept)}, kept in {path}.\n"
+    assert (process.returncode, errors) == (code, told + message)
