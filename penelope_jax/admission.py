@@ -1,5 +1,7 @@
 """Admission: what a request gets when it starts to run, and whether there is room for it."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from penelope_jax import cost, histories, lookup, radix_tree, tiers
@@ -125,12 +127,10 @@ def _metrics(
     )
 
 
-def have_room(cache: CacheState, config: EngineConfig, running: tuple[Request, ...]) -> bool:
+def have_room(cache: CacheState, config: EngineConfig, running: Sequence[Request]) -> bool:
     """Whether the device has pages for all that these requests may still take."""
     needed = sum([claimed_pages(request) for request in running]) - cache.device.num_free
-    # Pages that requests share are counted more than once here, so there may be more.
-    at_least = cache.num_device - sum([request.path_stop for request in running]) // config.page_size
-    return needed <= at_least or needed <= evictable_pages(cache, config, running)
+    return needed <= surely_evictable(cache, config, running) or needed <= evictable_pages(cache, config, running)
 
 
 def claimed_pages(request: Request) -> int:
@@ -146,7 +146,12 @@ def _target_pages(config: EngineConfig, request: Request) -> int:
     return -(-(len(request.prompt) + reserve) // config.page_size)
 
 
-def evictable_pages(cache: CacheState, config: EngineConfig, running: tuple[Request, ...]) -> int:
+def surely_evictable(cache: CacheState, config: EngineConfig, running: Sequence[Request]) -> int:
+    """Returns a number that `evictable_pages` is at least, at less cost: pages that requests share count for each."""
+    return cache.num_device - sum([request.path_stop for request in running]) // config.page_size
+
+
+def evictable_pages(cache: CacheState, config: EngineConfig, running: Sequence[Request]) -> int:
     """Returns how many device pages of the tree no running request needs: they can be evicted, or move to the host."""
     pinned = np.zeros(config.num_device_pages + 1, bool)  # the last one stands for NO_PAGE
     tables = [request.page_table[: request.path_stop // config.page_size] for request in running]

@@ -79,14 +79,17 @@ def drop(edit: TreeEdit, node: Node, first: int, last: int, freed: dict[Tier, li
 
 
 def free(edit: TreeEdit, node: Node, first: int, last: int, freed: dict[Tier, list[np.ndarray]]) -> None:
-    """Adds the ids of resident pages `[first, last)` of a node, and of their copies, to `freed`."""
+    """Adds the ids of resident pages `[first, last)` of a node, and of their copies, to `freed`.
+
+    A demotion of them that was only planned is off. The node itself is the caller's to change, or to cut.
+    """
     page_ids, part = node.page_ids[first:last], slice(first, last)
     if node.num_host:
         on_host = node.tiers[part] == Tier.HOST
         freed[Tier.DEVICE].append(page_ids[~on_host])
         freed[Tier.HOST].append(page_ids[on_host])
         if node.moving is not None:
-            for host_id in page_ids[on_host].tolist():  # a demotion that was only planned is off
+            for host_id in page_ids[on_host].tolist():
                 edit.moving = edit.moving.delete(host_id) if host_id in edit.moving else edit.moving
     else:
         freed[Tier.DEVICE].append(page_ids)

@@ -59,6 +59,7 @@ def release(
             page_table=np.empty(0, np.int32),
             view=None,
             num_owned=0,
+            target_pages=0,
             next_pos=0,
             outputs=(),
             feed=-1,

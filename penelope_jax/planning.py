@@ -164,9 +164,8 @@ class _Planner(Room):
     def decode(self) -> None:
         """One token for each request whose prompt is done, oldest first."""
         decoding = [pair for pair in enumerate(self.running) if pair[1].decodes and self.stays(pair[1])]
-        first = decoding[: max(0, min(self.tokens_left, self.segments_left))]
-        # Room for all their pages at once: one by one, each would look for the oldest history.
-        self.make_room(sum([self.needs_page(request) for _, request in first]))
+        first = decoding[: min(self.tokens_left, self.segments_left)]
+        self.free_up_at_once(sum([self.needs_page(request) for _, request in first]), self.running)
         for (index, request), tokens in zip(decoding, fed_back(request for _, request in decoding), strict=True):
             if not self.tokens_left or not self.segments_left:
                 break

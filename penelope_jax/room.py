@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from penelope_jax import demotion, eviction, histories, inclusive, pages, radix_tree, tiers
-from penelope_jax.admission import look_up
+from penelope_jax.admission import look_up, surely_evictable
 from penelope_jax.changed import changed
 from penelope_jax.config import EngineConfig
 from penelope_jax.moves import MAX_MOVE_PAGES, Move, MoveKind
@@ -34,6 +34,7 @@ class Room:
         evicted: spans evicted, in order.
         tally: what the plan adds to the counters.
         is_short: whether somebody did not get the pages he asked for.
+        moving_left: how many more pages may begin to move.
     """
 
     def __init__(self, config: EngineConfig, cache: CacheState):
@@ -49,7 +50,7 @@ class Room:
         self._worthwhile = min(MAX_MOVE_PAGES, max(1, config.num_swap_pages // 2))
         self._inclusive = config.policy.inclusive and config.num_host_pages > 0
         self._num_loading = tiers.num_loading(cache)
-        self._moving_left = config.max_moving_pages - tiers.num_moving(cache)
+        self.moving_left = config.max_moving_pages - tiers.num_moving(cache)
 
     def tell(self, counter: str, number: int) -> None:
         self.tally[counter] = self.tally.get(counter, 0) + number
@@ -57,7 +58,9 @@ class Room:
     @property
     def moving(self) -> bool:
         """Whether pages are under way, so that there may be more room when they have arrived."""
-        return bool(self.cache.moves) or bool(self._demoted) or bool(self._loads)
+        # What was to be demoted may have been evicted since.
+        demoting = any(host_id in self.cache.moving for host_id in self._demoted)
+        return bool(self.cache.moves) or bool(self._loads) or demoting
 
     def take(self, num_pages: int) -> np.ndarray | None:
         """Takes device pages: free ones, then those that eviction and demotion give.
@@ -65,7 +68,7 @@ class Room:
         Returns:
             i32[num_pages], or None if there are not that many to be had now.
         """
-        self.make_room(num_pages)
+        self.free_up(num_pages)
         if num_pages > self.cache.device.num_free:
             self.is_short = True
             return None
@@ -73,8 +76,11 @@ class Room:
         self.cache = changed(self.cache, device=pool)
         return page_ids
 
-    def make_room(self, num_pages: int) -> None:
-        """Evicts and demotes until so many device pages are free, or as far as that is possible now."""
+    def free_up(self, num_pages: int) -> None:
+        """Evicts and demotes until `num_pages` device pages are free.
+
+        First it evicts what both tiers together lack, also where the device then cannot give that many pages now.
+        """
         short = num_pages - self.cache.device.num_free
         if short <= 0:
             return
@@ -83,6 +89,15 @@ class Room:
         else:
             self._evict(short - max(0, self._host_room()))
             self._demote(min(num_pages - self.cache.device.num_free, self._host_room()))
+
+    def free_up_at_once(self, num_pages: int, running: Sequence[Request]) -> None:
+        """Frees pages for all decodes, since one by one each looks for the oldest history.
+
+        Only where so many are sure to be had: else pages might be evicted, and even then not all be free.
+        """
+        short = num_pages - self.cache.device.num_free
+        if 0 < short <= min(surely_evictable(self.cache, self.config, running), self.moving_left):
+            self.free_up(num_pages)
 
     def too_few(self, num_pages: int, wanted: int) -> bool:
         """Whether to wait for more than `num_pages` free pages, of `wanted`: pages that are moving will make room."""
@@ -107,10 +122,10 @@ class Room:
         """
         enough = min(wanted, self._worthwhile)
         free = self.cache.device.num_free
-        wanted = min(wanted, self._moving_left)
+        wanted = min(wanted, self.moving_left)
         if wanted > free:
             # For each page more than are free another one must move the other way.
-            wanted = min(wanted, free + (self._moving_left - free) // 2)
+            wanted = min(wanted, free + (self.moving_left - free) // 2)
             if not self._inclusive:
                 wanted = min(wanted, free + self.cache.host.num_free)
         if wanted <= 0 or self.too_few(wanted, enough):
@@ -121,7 +136,7 @@ class Room:
             self._write_back(wanted - free)
         else:
             num_demoted = self._demote(wanted - free, newest=newest)
-        number = min(wanted, self.cache.device.num_free, self._moving_left)
+        number = min(wanted, self.cache.device.num_free, self.moving_left)
         if number <= 0:
             return 0
         num_swapped = min(number, max(0, num_demoted - room))
@@ -129,7 +144,7 @@ class Room:
         prefetch = newest is not None
         self._loads.append(Load(request_id, prefetch, num_swapped, host_ids, device_ids))
         self._num_loading += number
-        self._moving_left -= number
+        self.moving_left -= number
         self.tell("loaded_pages", number)
         self.tell("prefetched_pages", number if prefetch else 0)
         self.tell("swapped_loads", num_swapped)
@@ -152,7 +167,7 @@ class Room:
         left = self.config.max_prefetch_pages - self._num_prefetching()
         pins = []
         for request in waiting:
-            if left <= 0 or self._moving_left <= 0:
+            if left <= 0 or self.moving_left <= 0:
                 break
             found = look_up(self.cache, request).found
             if not any(span.tier is Tier.HOST for span in found.spans):
@@ -201,17 +216,17 @@ class Room:
         if num_pages <= 0:
             return
         reclaim = self.config.policy.reclaim_copies
-        self.cache, done = inclusive.make_room(self.cache, num_pages, self._moving_left, reclaim_copies=reclaim)
+        self.cache, done = inclusive.make_room(self.cache, num_pages, self.moving_left, reclaim_copies=reclaim)
         self.evicted.extend(done.spans)
         self.tell("evicted_pages", done.num_evicted)
         self._demoted.update(zip(done.host_ids.tolist(), done.device_ids.tolist(), strict=True))
-        self._moving_left -= len(done.host_ids)
+        self.moving_left -= len(done.host_ids)
 
     def _demote(self, num_pages: int, *, newest: int | None = None) -> int:
-        num_pages = min(num_pages, self._moving_left)
+        num_pages = min(num_pages, self.moving_left)
         if num_pages <= 0 or not self.cache.host.num_free:
             return 0
         self.cache, moved = demotion.demote(self.cache, num_pages, self.config.policy, newest=newest)
         self._demoted.update(zip(moved.host_ids.tolist(), moved.device_ids.tolist(), strict=True))
-        self._moving_left -= len(moved.host_ids)
+        self.moving_left -= len(moved.host_ids)
         return len(moved.host_ids)

@@ -28,7 +28,7 @@ def fed_back(requests: Iterable[Request]) -> list[np.ndarray]:
 def decode_row(request: Request, page_size: int, tokens: np.ndarray) -> Segment:
     """Returns the row that feeds back a request's last token, `fed_back`; made by changing another."""
     position = request.next_pos
-    in_flight = position - len(request.prompt) >= len(request.outputs)
+    in_flight = tokens.item() < 0
     table, num_pages = request.page_table, position // page_size + 1
     return changed(
         _DECODE,

@@ -186,7 +186,7 @@ class TreeEdit:
         """
         part = slice(first, first + len(page_ids))
         new_ids, new_tiers = node.page_ids.copy(), node.tiers.copy()
-        before = len(page_ids)
+        before = len(page_ids)  # in a node without missing pages
         if node.num_resident < node.num_pages:
             before = int(np.count_nonzero(new_ids[part] != NO_PAGE)) if node.num_resident else 0
         host_before = int(np.count_nonzero(new_tiers[part] == Tier.HOST)) if node.num_host else 0
@@ -241,7 +241,7 @@ class TreeEdit:
             node = self._remove(node)
 
     def cut(self, node: Node) -> None:
-        """Takes a childless, unpinned node out of the tree, whatever pages it has; their ids are the caller's.
+        """Takes a childless, unpinned node out of the tree, whatever pages it has: `eviction.free` them before.
 
         What then ends in missing pages is pruned.
         """
