@@ -1,5 +1,7 @@
 """What a simulation prints: what is simulated, and policies compared, as means over samples."""
 
+import math
+import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -71,7 +73,8 @@ def by_policy(documents: Documents) -> dict[str, list[dict[str, Any]]]:
 def comparison(documents: Documents) -> str:
     """Returns policies compared, one line each; changes are against the first.
 
-    Over several samples figures are means, and changes the mean of the samples' changes with their range.
+    Over several samples figures are means, and changes the mean of the samples' changes with its standard error and
+    their range.
     """
     policies = by_policy(documents)
     baseline = next(iter(policies.values()))
@@ -105,11 +108,17 @@ def comparison(documents: Documents) -> str:
 
 
 def changes_text(found: Sequence[float]) -> str:
-    """Returns the mean of relative changes in percent, and their range when there are several."""
+    """Returns the mean of relative changes in percent, and of several its standard error and their range.
+
+    Single samples differ by much more than a change of policy may: a closed loop amplifies small shifts.
+    """
     if not found:
         return "-"
     text = f"{sum(found) / len(found):+.1%}"
-    return text if len(found) == 1 else f"{text} ({min(found):+.0%} to {max(found):+.0%})"
+    if len(found) == 1:
+        return text
+    error = statistics.stdev(found) / math.sqrt(len(found))
+    return f"{text} ±{error * 100:.1f} ({min(found):+.0%} to {max(found):+.0%})"
 
 
 def _number(value: float | None, spec: str) -> str:

@@ -133,7 +133,7 @@ def test_samples_are_drawn_by_seed(tmp_path, trace, capsys):
 
 
 def test_changes_are_means_over_samples_with_their_range():
-    assert simulation_tables.changes_text([-0.4, -0.2]) == "-30.0% (-40% to -20%)"
+    assert simulation_tables.changes_text([-0.4, -0.2]) == "-30.0% ±10.0 (-40% to -20%)"
     assert simulation_tables.changes_text([-0.25]) == "-25.0%"
     assert simulation_tables.changes_text([]) == "-"
 
