@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from penelope_jax import demotion, engine, room
+from penelope_jax import demotion, engine, eviction, room
 from penelope_jax.config import EngineConfig
 from penelope_jax.driver import HashExecutor
 from penelope_jax.events import MoveDone, Submit
@@ -93,3 +93,14 @@ def test_nothing_is_evicted_for_pages_that_cannot_be_had(monkeypatch):
     assert finished(before) == (1, 7, 0)
     monkeypatch.setattr(room, "surely_evictable", lambda *_: 16)
     assert finished(before) == (8, 0, 1), "a control: without the bound all eight histories are lost"
+
+
+def test_a_demotion_whose_page_is_evicted_again_is_no_move_to_wait_for():
+    state = decoding(4, 2, 4)
+    found = room.Room(state.config, state.cache)
+    assert not found.moving
+    found.free_up(2)
+    assert (found.tally, found.moving) == ({}, True)
+    found.cache, done = eviction.evict(found.cache, 2, state.config.policy)
+    assert (done.num_pages, found.moving) == (2, False)
+    assert found.start_moves() == ()
