@@ -5,12 +5,13 @@ import dataclasses
 import json
 import math
 import os
-import pathlib
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
+
+from penelope_jax.whole_file import write_whole
 
 _LONGEST_MESSAGE = 600  # characters
 
@@ -101,9 +102,7 @@ class Result:
 
 def write_document(path: str | os.PathLike[str], document: dict[str, Any]) -> None:
     """Writes JSON; the file appears whole or not at all."""
-    part = pathlib.Path(f"{os.fspath(path)}.part")
-    part.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    part.replace(path)
+    write_whole(path, (json.dumps(document, indent=1, allow_nan=False) + "\n").encode())
 
 
 def describe(error: BaseException) -> str:

@@ -25,6 +25,7 @@ from typing import Any
 
 from penelope_jax.experiments import weka
 from penelope_jax.experiments.sessions import Piece, Session, Turn, cut_session
+from penelope_jax.whole_file import write_whole
 
 SUBAGENTS: tuple[str, ...] = ("skip", "separate")
 SUFFIXES: tuple[str, ...] = (".jsonl", ".jsonl.gz", ".json", ".json.gz")
@@ -292,9 +293,7 @@ def write_jsonl(sessions: Iterable[Session], path: str | pathlib.Path) -> None:
     path = pathlib.Path(path)
     lines = [json.dumps(_session_document(session), separators=(",", ":")) + "\n" for session in sessions]
     data = "".join(lines).encode()
-    part = path.with_name(path.name + ".part")
-    part.write_bytes(gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
-    part.replace(path)
+    write_whole(path, gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
 
 
 def _session_document(session: Session) -> dict[str, Any]:

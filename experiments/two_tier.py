@@ -355,10 +355,11 @@ def run(args: argparse.Namespace) -> int:
     results: dict[str, list[dict[str, Any]]] = {}
 
     def keep(documents: list[dict[str, Any]]) -> None:
-        """A run takes hours in full size; what has ended is written at once."""
-        results[part] = documents
-        if args.json:
-            write_json(args.json, results)
+        """A run takes hours in full size; what has ended is written at once, and counts only together with that."""
+        with signals_wait():
+            results[part] = documents
+            if args.json:
+                write_json(args.json, results)
 
     try:
         for part in args.part or PARTS:

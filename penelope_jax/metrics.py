@@ -8,7 +8,6 @@ refilled or as new tokens behind a shorter match; so policies that keep holes an
 import dataclasses
 import json
 import os
-import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ import numpy as np
 from penelope_jax.cost import units_of
 from penelope_jax.events import Admitted, Finished, RequestMetrics, Sampled, Update
 from penelope_jax.ideal_cache import IdealCache, IdealHit
+from penelope_jax.whole_file import write_whole
 
 LOST_SHARE = 0.9  # of its private history: a request that recomputes this much counts as having lost it
 
@@ -231,17 +231,10 @@ def summarize(
 
 def write_json(path: str | os.PathLike[str], document: Any) -> None:
     """Writes `document`; the file appears whole or not at all."""
-    _write(path, json.dumps(document, indent=2, allow_nan=False) + "\n")
+    write_whole(path, (json.dumps(document, indent=2, allow_nan=False) + "\n").encode())
 
 
 def write_records(path: str | os.PathLike[str], records: Iterable[RequestRecord]) -> None:
     """Writes one JSON line a request; the file appears whole or not at all."""
     lines = (json.dumps(dataclasses.asdict(record) | {"ttft_s": record.ttft_s}) for record in records)
-    _write(path, "".join(line + "\n" for line in lines))
-
-
-def _write(path: str | os.PathLike[str], text: str) -> None:
-    target = pathlib.Path(path)
-    part = target.with_name(target.name + ".part")
-    part.write_text(text, encoding="utf-8")
-    part.replace(target)
+    write_whole(path, "".join(line + "\n" for line in lines).encode())

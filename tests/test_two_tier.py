@@ -16,6 +16,7 @@ from penelope_jax.errors import InputError
 from penelope_jax.experiments import command, move_timeline, two_tier
 from penelope_jax.experiments.synthesize import SynthesisOptions, synthesize
 from penelope_jax.experiments.traces import write_jsonl
+from penelope_jax.metrics import write_json
 from penelope_jax.moves import MoveKind
 
 FLAGS = ("--model", "qwen3-0.6b", "--device", "v5e", "--max-delay-s", "5", "--device-tokens", "10240", "--scale", "8")
@@ -149,6 +150,28 @@ def test_ctrl_c_keeps_the_simulations_that_ended(trace, tmp_path, capsys, monkey
     assert capsys.readouterr().err == told
     (document,) = json.loads(path.read_text())["tables"]
     assert document["config"]["policy"] == "sglang" and not document["run"]["partial"]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_what_an_interruption_tells_is_what_the_file_holds(trace, tmp_path, capsys, monkeypatch, ctrl_c, late):
+    """Ctrl-C right before or after the second result is written."""
+    path, written = tmp_path / "two.json", []
+
+    def interrupted(path, document):
+        written.append(path)
+        if late:
+            write_json(path, document)
+        if len(written) == 2:
+            signal.raise_signal(signal.SIGINT)
+        if not late:
+            write_json(path, document)
+
+    monkeypatch.setattr(two_tier, "write_json", interrupted)
+    flags = ("--part", "tables", "--live", 4, "--policy", "sglang,vllm,penelope")
+    assert two_tiers(trace, *flags, "--json", path) == 130
+    told = f"two_tier: simulations that had ended: 2, kept in {path}.\ntwo_tier: interrupted.\n"
+    assert capsys.readouterr().err == told
+    assert [document["config"]["policy"] for document in json.loads(path.read_text())["tables"]] == ["sglang", "vllm"]
 
 
 JOBS = """
