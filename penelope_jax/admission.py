@@ -148,7 +148,8 @@ def _target_pages(config: EngineConfig, request: Request) -> int:
 
 def surely_evictable(cache: CacheState, config: EngineConfig, running: Sequence[Request]) -> int:
     """Returns a number that `evictable_pages` is at least, at less cost: pages that requests share count for each."""
-    return cache.num_device - sum([request.path_stop for request in running]) // config.page_size
+    on_paths = sum([request.path_stop for request in running]) // config.page_size
+    return cache.num_device - on_paths + sum([request.num_owned for request in running])
 
 
 def evictable_pages(cache: CacheState, config: EngineConfig, running: Sequence[Request]) -> int:

@@ -22,6 +22,7 @@ class PathView(NamedTuple):
         host_node_ids: nodes with host pages.
         num_loadable: pages that are on the host and not moving.
         num_to_load: these, and those that are on their way to the host and must come back.
+        waits: whether the request cannot go on before something of its path has changed.
     """
 
     nodes: tuple[Node, ...]
@@ -30,6 +31,7 @@ class PathView(NamedTuple):
     host_node_ids: tuple[int, ...]
     num_loadable: int
     num_to_load: int
+    waits: bool = False
 
 
 def view_path(cache: CacheState, node_id: int, stop: int, request_id: int, before: PathView | None = None) -> PathView:

@@ -14,9 +14,9 @@ from penelope_jax.leaving import release, with_retracted
 from penelope_jax.pages import NO_PAGE, Tier, frozen
 from penelope_jax.path_view import PathView, view_path
 from penelope_jax.room import Room
-from penelope_jax.rows import decode_row, fed_back, prompt_row
+from penelope_jax.rows import decode_row, expected, fed_back, prompt_row
 from penelope_jax.segments import Segment, SegmentKind, StepPlan
-from penelope_jax.state import EngineState, InFlight, Request, count
+from penelope_jax.state import EngineState, Request, count
 
 _COUNTER_OF = {
     SegmentKind.PHANTOM: "phantom_tokens",
@@ -190,8 +190,18 @@ class _Planner(Room):
     def prefill(self) -> None:
         """Goes on with admitted requests whose prompt is not done, oldest first."""
         for index, request in enumerate(tuple(self.running)):
-            if not request.prefilled and self.stays(request):
+            if not request.prefilled and self.stays(request) and not self.still_waits(request, index):
                 self.extend(request, index)
+
+    def still_waits(self, request: Request, index: int) -> bool:
+        """Whether it waits as in an earlier plan, since nothing of its path has changed; begins to load more of it."""
+        view = request.view
+        if view is None or not view.waits or self.view_of(request) is not view:
+            return False
+        num_owned = view.num_owned + self.load_path(request, view)
+        if num_owned != request.num_owned:
+            self.store(changed(request, num_owned=num_owned), index)
+        return True
 
     def extend(self, request: Request, index: int) -> None:
         """Takes the front of the request's compute list, up to the budget."""
@@ -224,6 +234,8 @@ class _Planner(Room):
             chunked = self.config.policy.insert_unit is InsertUnit.CHUNK and rows[-1][0] is SegmentKind.REAL
             if chunked and stop < request.path_stop:
                 self.cache = histories.split_at(self.cache, request.pin, stop // self.page_size * self.page_size)
+        elif request.view is not None and self.is_others(request, request.view):
+            request = changed(request, view=request.view._replace(waits=True))
         self.store(request, index)
 
     def seen_again(self, request: Request) -> Request:
@@ -247,6 +259,13 @@ class _Planner(Room):
             request = changed(request, page_table=frozen(table), view=view)
         num_owned = view.num_owned + self.load_path(request, view)
         return request if num_owned == request.num_owned else changed(request, num_owned=num_owned)
+
+    def is_others(self, request: Request, view: PathView) -> bool:
+        """Whether its next page is missing, to be loaded or filled by another request in a later step than this."""
+        page = request.next_pos // self.page_size
+        if page >= request.path_stop // self.page_size or request.page_table[page] != NO_PAGE:
+            return False
+        return bool(view.owners[page] != request.request_id)
 
     def view_of(self, request: Request) -> PathView:
         return view_path(self.cache, request.pin.node_id, request.path_stop, request.request_id, request.view)
@@ -276,9 +295,9 @@ class _Planner(Room):
             return changed(request, next_pos=after), SegmentKind.SCORE, first, last
         if page < path_pages:
             assert request.view is not None, "its path was looked at, since a page is missing"
+            if self.is_others(request, request.view):
+                return None
             owners = request.view.owners
-            if owners[page] != request.request_id:
-                return None  # another request fills it, in a later step than this
             mine = (owners[page:path_pages] == request.request_id) & (table[page:path_pages] == NO_PAGE)
             stop = (page + (len(mine) if mine.all() else int((~mine).argmax()))) * size
             kind = SegmentKind.PHANTOM if position < request.match_stop else SegmentKind.REAL
@@ -376,22 +395,5 @@ class _Planner(Room):
         )
         if not self.segments:
             return state, plan_
-        scored = []
-        for segment in plan_.segments:
-            if segment.targets is not None:
-                wanted = np.flatnonzero(segment.targets >= 0)
-                first = int(wanted[0])
-                reused = segment.kind is SegmentKind.SCORE
-                scored.append((segment.request_id, segment.start + first, len(wanted), first, reused))
-        flight = InFlight(
-            step=plan_.step,
-            sampled=tuple(segment.request_id for segment in plan_.segments if segment.sample is not None),
-            scored=tuple(scored),
-        )
-        state = changed(
-            state,
-            next_step=plan_.step + 1,
-            in_flight=(*state.in_flight, flight),
-            counters=count(state.counters, steps=1),
-        )
-        return state, plan_
+        flying, counters = (*state.in_flight, expected(plan_)), count(state.counters, steps=1)
+        return changed(state, next_step=plan_.step + 1, in_flight=flying, counters=counters), plan_

@@ -153,7 +153,7 @@ class Room:
     def load_path(self, request: Request, view: PathView) -> int:
         """Begins to load the host pages of a running request's path; returns how many are still to be loaded."""
         number = 0
-        if view.num_loadable:
+        if view.num_loadable and self.moving_left > 0:
             number = self.load(request.request_id, view.host_node_ids, request.path_stop, view.num_loadable)
         return view.num_to_load - number
 

@@ -6,8 +6,8 @@ import numpy as np
 
 from penelope_jax.changed import changed
 from penelope_jax.pages import frozen
-from penelope_jax.segments import Segment, SegmentKind, SlotStart
-from penelope_jax.state import Request
+from penelope_jax.segments import Segment, SegmentKind, SlotStart, StepPlan
+from penelope_jax.state import InFlight, Request
 
 _NOTHING = frozen(np.empty(0, np.int32))
 _DECODE = Segment(
@@ -74,3 +74,16 @@ def prompt_row(request: Request, page_size: int, kind: SegmentKind, start: int, 
         slot=slot,
         slot_start=SlotStart(request.prompt[:-1], request.original_len) if slot >= 0 else None,
     )
+
+
+def expected(plan: StepPlan) -> InFlight:
+    """Returns what is to come back of a step: its samples and log-probabilities."""
+    scored = []
+    for segment in plan.segments:
+        if segment.targets is not None:
+            wanted = np.flatnonzero(segment.targets >= 0)
+            first = int(wanted[0])
+            reused = segment.kind is SegmentKind.SCORE
+            scored.append((segment.request_id, segment.start + first, len(wanted), first, reused))
+    sampled = tuple(segment.request_id for segment in plan.segments if segment.sample is not None)
+    return InFlight(step=plan.step, sampled=sampled, scored=tuple(scored))

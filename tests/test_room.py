@@ -8,6 +8,8 @@ from penelope_jax.config import EngineConfig
 from penelope_jax.driver import HashExecutor
 from penelope_jax.events import MoveDone, Submit
 from penelope_jax.invariants import check_cache
+from penelope_jax.moves import MoveKind
+from penelope_jax.path_view import view_path
 from penelope_jax.segments import SamplingParams
 from penelope_jax.state import EngineState, make_state, private_page_ids
 
@@ -104,3 +106,42 @@ def test_a_demotion_whose_page_is_evicted_again_is_no_move_to_wait_for():
     found.cache, done = eviction.evict(found.cache, 2, state.config.policy)
     assert (done.num_pages, found.moving) == (2, False)
     assert found.start_moves() == ()
+
+
+def test_who_waits_claims_no_page_that_begins_to_load():
+    """A history comes back from the host page by page; a page begins to load while nothing else of its path changes."""
+    config = EngineConfig(
+        device_tokens=64,
+        host_tokens=64,
+        swap_tokens=4,
+        page_size=4,
+        max_running=2,
+        max_step_segments=8,
+        max_step_tokens=64,
+        output_reserve=0,
+        max_moving_tokens=8,
+        prefetch_tokens=0,
+    )
+    state, executor = make_state(config), HashExecutor()
+    for number in range(4):
+        state = submitted(state, number, [100 + number] * 24 + [1], 1)
+        while not state.idle:
+            state = stepped(state, executor)
+    state = submitted(state, 10, [100] * 24 + [2], 1)
+    under_way, claims, began_unseen = [], [], 0
+    while not state.idle:
+        before = state.running[0].view if state.running else None
+        state, plan = engine.plan(state)
+        if state.running and not state.running[0].prefilled:
+            (request,) = state.running
+            view = view_path(state.cache, request.pin.node_id, request.path_stop, request.request_id)
+            claims.append(request.num_owned)
+            assert request.num_owned == view.num_owned + view.num_to_load
+            loads = plan is not None and any(move.kind is MoveKind.LOAD for move in plan.moves)
+            began_unseen += loads and request.view is before
+        under_way += plan.moves if plan is not None else ()
+        if plan is not None and plan.segments:
+            state, _ = engine.apply(state, (executor.run(plan),))
+        if under_way:  # the load ends before the demotion that made room for it
+            state, _ = engine.apply(state, (MoveDone(done=(under_way.pop().move_id,)),))
+    assert claims == [5, 4, 4, 3, 3, 2, 2, 1, 1, 0] and began_unseen == 4
