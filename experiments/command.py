@@ -6,6 +6,7 @@ its trace.
 
 import argparse
 import contextlib
+import errno
 import math
 import os
 import signal
@@ -27,6 +28,7 @@ TERMINATED = 143  # exit code after SIGTERM, as shells have it
 
 # What handles a signal where nothing else was chosen; `start` chooses SIG_DFL for both.
 _DEFAULT_HANDLERS = {signal.SIGINT: (signal.default_int_handler, signal.SIG_DFL), signal.SIGTERM: (signal.SIG_DFL,)}
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _SAME_MOMENT_S = 0.1  # signals so close were sent together
 
 
@@ -40,7 +42,16 @@ class Parser(argparse_flags.ArgumentParser):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, allow_abbrev=False, **kwargs)
 
+    def parse_known_args(self, args=None, namespace=None):
+        self._given = [str(arg) for arg in (sys.argv[1:] if args is None else args)]
+        return super().parse_known_args(args, namespace)
+
     def error(self, message: str) -> NoReturn:
+        if "arguments are required" in message:  # for which a flag may have been meant that is misspelt
+            names = [arg.partition("=")[0] for arg in self._given if arg.startswith("--") and arg != "--"]
+            known = {*self._option_string_actions, *(f"--{name}" for name in flags.FLAGS)}
+            unknown = [name for name in names if name not in known]
+            message += f"; unrecognized: {', '.join(unknown)}" if unknown else ""
         self.exit(BAD_INPUT, f"{self.prog}: error: {message}\n")
 
 
@@ -92,6 +103,14 @@ def execute(args: argparse.Namespace) -> int:
         ended = True
         _drop_output()
         return CLOSED_PIPE
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        ended = True
+        _drop_output()
+        place = f" {error.filename}" if error.filename else ""
+        print(f"{args.prog}: error: cannot write{place}: {error.strerror}.", file=sys.stderr)
+        return BAD_INPUT
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

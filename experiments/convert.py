@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import os
 import pathlib
+import shutil
 from typing import TYPE_CHECKING
 
 from penelope_jax.errors import bad_input
@@ -61,16 +62,25 @@ def convert(source: pathlib.Path, out: pathlib.Path, dtype: str | None = None) -
     if orbax_store.is_model(source):
         raise ValueError(f"{source}: is converted already ({orbax_store.MARKER_FILE} is there).")
     orbax_store.check_free(out)
+    if not out.absolute().parent.is_dir():
+        raise ValueError(f"{out}: there is no folder {out.absolute().parent}.")
     path = source / "config.json"
     mesh = _widest_mesh(from_hf_config(read_json(path), str(path)))
     model = registry.load_model(str(source), dtype=dtype, mesh=mesh)
     num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
-    written = orbax_store.save_model(out, source, model.config, model.params)
-    del model
-    again = registry.load_model(str(out), mesh=mesh)
-    found = fingerprint(again.config, again.params)
-    if found != written.fingerprint:
-        raise ValueError(f"{out}: reads back with fingerprint {found}; {written.fingerprint} was written.")
+    # Beside its place until it is whole: half a model must not look like one, nor stand in the way of the next try.
+    part = out.absolute().with_name(f".{out.absolute().name}.{os.getpid()}.part")
+    try:
+        written = orbax_store.save_model(part, source, model.config, model.params)
+        del model
+        again = registry.load_model(str(part), mesh=mesh)
+        found = fingerprint(again.config, again.params)
+        if found != written.fingerprint:
+            raise ValueError(f"{out}: reads back with fingerprint {found}; {written.fingerprint} was written.")
+        part.replace(out)
+    finally:
+        with command.signals_wait():
+            shutil.rmtree(part, ignore_errors=True)
     return (
         f"{out}: {num_bytes / 1e9:.3f} GB in {written.dtype}, cut for {mesh.size} devices, fingerprint "
         f"{written.fingerprint}, read back equal."

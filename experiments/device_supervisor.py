@@ -9,11 +9,13 @@ imported jax, whose threads do not survive a fork.
 import json
 import multiprocessing
 import pathlib
+import signal
 import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
+from penelope_jax.experiments.command import signals_wait
 from penelope_jax.experiments.device_report import write_document
 
 AGAIN = 75  # exit code of a child that wants a new one for the parts that are left
@@ -63,18 +65,24 @@ def _watch(
     """Runs one child to its end; returns its exit code, None where it was killed, and how it ended in words."""
 
     def main() -> None:
+        # Ctrl-C reaches both; an exception that comes up inside a callback of JAX would be a failed case there.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         sys.exit(child(names, document, lambda: write_document(path, document)))
 
     process = multiprocessing.get_context("fork").Process(target=main, daemon=True)
     begin = time.time()
     sys.stdout.flush()
     process.start()
-    while process.is_alive():
-        process.join(_POLL_S)
-        if time.time() - max(begin, _last_sign(path)) > limit_s:
+    try:
+        while process.is_alive():
+            process.join(_POLL_S)
+            if time.time() - max(begin, _last_sign(path)) > limit_s:
+                return None, f"no case ended within {limit_s:g} s; the process was killed"
+    finally:
+        with signals_wait():
             process.kill()
             process.join()
-            return None, f"no case ended within {limit_s:g} s; the process was killed"
     return process.exitcode, f"the process ended with {process.exitcode}"
 
 

@@ -6,6 +6,7 @@ Nothing here imports jax before a model is loaded, so that `penelope --help` and
 import argparse
 import contextlib
 import dataclasses
+import importlib.util
 import math
 import os
 import pathlib
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 PRESSURE = 0.45  # default device pool, as a share of what the live sessions need in the end
 HEADROOM = 1.5  # and at least this many times the longest request
 MOST_SESSIONS = 4096  # live at once; each takes rows of every compiled step
+PICTURES = (".pdf", ".png", ".svg")
 AUTO = "auto"  # of --load-units
 MAX_STEP_TOKENS = 8192  # SGLang's prefill chunk, which sets the node size of its tree
 
@@ -66,7 +68,8 @@ def load_trace(args: argparse.Namespace, max_context: int) -> Trace:
     for line in (*trace.problems, *trace.duplicates):
         print(f"left out: {line}", file=sys.stderr)
     if trace.problems:
-        print(f"left out {len(trace.problems)} broken entries.", file=sys.stderr)
+        entries = "1 broken entry" if len(trace.problems) == 1 else f"{len(trace.problems)} broken entries"
+        print(f"left out {entries}.", file=sys.stderr)
     return trace
 
 
@@ -83,7 +86,7 @@ def load_model(args: argparse.Namespace) -> "LoadedModel":
             jax.config.update("jax_num_cpu_devices", data * tensor)
     with bad_input(f"--mesh {args.mesh}"):
         mesh = layers.device_mesh(data, tensor)
-    with bad_input("--model"):
+    with bad_input(f"--model, --mesh {args.mesh}" if data * tensor > 1 else "--model"):
         return registry.load_model(args.model, dtype=args.dtype, mesh=mesh, seed=args.seed)
 
 
@@ -319,3 +322,21 @@ def check_output(flag: str, path: str | None) -> None:
             pass
     except OSError as error:
         raise InputError(f"{flag} {path}: folder {target.parent}: {error.strerror}.") from error
+
+
+def check_plot(flag: str, path: str | None) -> None:
+    """Raises InputError when no picture could be drawn into `path`, the value of `flag`, later."""
+    if path is None:
+        return
+    check_output(flag, path)
+    if pathlib.Path(path).suffix not in PICTURES:
+        raise InputError(f"{flag} {path}: must end in one of {', '.join(PICTURES)}.")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise InputError(f"{flag} needs matplotlib; install it with: pip install 'penelope_jax[report]'.")
+
+
+def numbers(flag: str, text: str) -> list[int]:
+    """Returns the numbers in `text`, the value of `flag`. Raises InputError unless each is at least 1."""
+    if not re.fullmatch(r"[1-9]\d{0,8}(,[1-9]\d{0,8})*", text):
+        raise InputError(f"{flag} {text}: must be numbers of at least 1 with commas between.")
+    return [int(part) for part in text.split(",")]

@@ -1,6 +1,5 @@
 """What moved between the tiers over time: as lines of text, and as a picture where matplotlib is installed."""
 
-import importlib.util
 from collections.abc import Sequence
 
 import numpy as np
@@ -52,21 +51,14 @@ def text(moves: Sequence[MoveRecord]) -> str:
     return text_table(rows, [">"] * (len(rows[0]) - 1) + ["<"])
 
 
-def check_plotting() -> None:
-    """Raises InputError where matplotlib is not installed."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise InputError("--plot needs matplotlib; install it with: pip install 'penelope_jax[report]'.")
-
-
 def plot(moves: Sequence[MoveRecord], path: str, title: str) -> None:
     """Draws the timeline into a file.
 
     Raises:
-        InputError: nothing moved, or the file cannot be written.
+        InputError: nothing moved, or the file cannot be written; `engine_options.check_plot` finds out before.
     """
     if not moves:
         raise InputError(f"--plot {path}: nothing moved.")
-    check_plotting()
     from matplotlib.figure import Figure
 
     edges, series = binned(moves, 200)

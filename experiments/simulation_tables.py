@@ -79,7 +79,7 @@ def comparison(documents: Documents) -> str:
     policies = by_policy(documents)
     baseline = next(iter(policies.values()))
     head = ["policy", "requests", "TTFT mean s", "p50", "p90", "change", "JCT mean s", "change", "hit rate"]
-    head += ["recomputed tokens", "units", "evicted pages", "moved", "swapped loads", "simulated s", "a wall s"]
+    head += ["recomputed tokens", "units", "evicted pages", "moved", "swapped loads", "simulated s", "per wall s"]
     rows = [head]
     for name, found in policies.items():
         partial = any(document["run"]["partial"] for document in found)

@@ -22,7 +22,6 @@ import dataclasses
 import multiprocessing
 import multiprocessing.connection
 import os
-import re
 import signal
 import sys
 import threading
@@ -56,6 +55,10 @@ class Task:
     num_live: int
     scheduler: str
     host_tokens: int
+
+    @property
+    def text(self) -> str:
+        return f"{self.policy}, {self.scheduler}, {self.num_live} live, host {self.host_tokens:,} tokens, seed {self.seed}."
 
 
 def simulated(args: argparse.Namespace, trace: Trace, task: Task) -> tuple[dict[str, Any], Simulation]:
@@ -95,7 +98,7 @@ def _document(args: argparse.Namespace, trace: Trace, task: Task) -> dict[str, A
 
 
 def run_tasks(args: argparse.Namespace, trace: Trace, tasks: Sequence[Task], keep: Keep) -> list[dict[str, Any]]:
-    """Runs tasks, `--jobs` at a time, with a progress bar; returns their documents in order.
+    """Runs tasks, `--jobs` at a time, with a progress bar, or a line for each in a log; returns their documents in order.
 
     After each one `keep` is called with all that have ended.
     """
@@ -108,6 +111,8 @@ def run_tasks(args: argparse.Namespace, trace: Trace, tasks: Sequence[Task], kee
             documents[index] = document
             keep([documents[number] for number in sorted(documents)])
             bar.update()
+            if bar.disable:
+                print(f"{len(documents)} of {len(tasks)} simulations: {tasks[index].text}", file=sys.stderr)
     return [documents[number] for number in range(len(tasks))]
 
 
@@ -307,10 +312,7 @@ def _seeds(args: argparse.Namespace) -> range:
 
 
 def _numbers(args: argparse.Namespace, name: str) -> list[int]:
-    text = getattr(args, name)
-    if not re.fullmatch(r"[1-9]\d{0,5}(,[1-9]\d{0,5})*", text):
-        raise InputError(f"--{name.replace('_', '-')} {text}: must be numbers of at least 1 with commas between.")
-    return [int(part) for part in text.split(",")]
+    return engine_options.numbers(f"--{name.replace('_', '-')}", getattr(args, name))
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -346,10 +348,8 @@ def run(args: argparse.Namespace) -> int:
     if args.sessions is not None:
         raise InputError(f"--sessions {args.sessions}: --live and --sweep-live say how many sessions are live here.")
     args.sessions = args.live[0]
-    for flag, path in (("--json", args.json), ("--plot", args.plot)):
-        engine_options.check_output(flag, path)
-    if args.plot is not None:
-        move_timeline.check_plotting()
+    engine_options.check_output("--json", args.json)
+    engine_options.check_plot("--plot", args.plot)
     setting = simulate.make_setting(args)
     trace = engine_options.load_trace(setting.args, setting.max_context)
     results: dict[str, list[dict[str, Any]]] = {}

@@ -275,9 +275,11 @@ def run(args: argparse.Namespace) -> int:
         raise InputError("--load-units auto: a measured time differs from run to run; verify takes a number.")
     if args.perturb and args.perturb_host:
         raise InputError("--perturb and --perturb-host: one at a time.")
+    if not 0 <= args.fail_moves <= 1:
+        raise InputError(f"--fail-moves {args.fail_moves} must be in [0, 1].")
+    if args.batch is not None and args.batch < 1:
+        raise InputError(f"--batch {args.batch} must be at least 1.")
     with bad_input():
-        if args.batch is not None and args.batch < 1:
-            raise ValueError(f"batch={args.batch} must be at least 1.")
         faults = TransferFaults(
             seed=args.seed, fail_loads=args.fail_moves, fail_demotions=args.fail_moves, delay_polls=args.slow_moves
         )

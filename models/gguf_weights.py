@@ -72,7 +72,9 @@ class GgufFile:
             reader = gguf.GGUFReader(self.path)
         except (ValueError, IndexError, KeyError, OverflowError) as error:
             size = self.path.stat().st_size
-            raise ValueError(f"{self.path}: broken or truncated GGUF file of {size} bytes: {error}.") from error
+            raise ValueError(
+                f"{self.path}: broken or truncated GGUF file of {size} bytes: {str(error).rstrip('.')}."
+            ) from error
         self._dequantize = gguf.dequantize
         self._fields = reader.fields
         self._tensors = {tensor.name: tensor for tensor in reader.tensors}
@@ -83,7 +85,7 @@ class GgufFile:
         try:
             return default if found is None else found.contents()
         except ValueError as error:  # text that is no UTF-8
-            raise ValueError(f"{self.path}: metadata {name!r} cannot be read: {error}.") from error
+            raise ValueError(f"{self.path}: metadata {name!r} cannot be read: {str(error).rstrip('.')}.") from error
 
     def _needed(self, name: str) -> Any:
         if name not in self._fields:

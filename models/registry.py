@@ -58,6 +58,8 @@ def load_model(spec: str, *, dtype: str | None = None, mesh: Mesh | None = None,
         return _load_gguf(path, dtype, mesh, name=path.stem)
     if spec and path.is_dir():
         return _load_directory(path, dtype, mesh)
+    if path.is_file():
+        raise ValueError(f"model {spec!r}: is a file; of files only .gguf is read.")
     raise ValueError(f"model {spec!r}: no such directory; else a .gguf file, smollm2, or {_random_names()}.")
 
 

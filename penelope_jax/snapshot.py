@@ -228,7 +228,7 @@ def _check_identity(path: pathlib.Path, header: dict[str, Any], config: EngineCo
     words = {
         "weights_fingerprint": "weights with fingerprint",
         "dtype": "K/V of dtype",
-        "page_size": "pages of tokens:",
+        "page_size": "pages whose size in tokens is",
         "page_shape": "pages of shape [layers, 2, kv heads, tokens, head dim]",
     }
     for name, value in _identity(config, executor).items():

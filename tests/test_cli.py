@@ -1,8 +1,10 @@
 """The command line: one clear line and exit code 2 for bad input, the JSON of a replay, Ctrl-C."""
 
 import argparse
+import errno
 import json
 import os
+import pathlib
 import re
 import signal
 import subprocess
@@ -82,7 +84,7 @@ BAD_FLAGS = [
     (["--mesh", "2x4"], "--mesh 2x4: a mesh of 2 x 4 needs 8 devices; there are 4."),
     (
         ["--mesh", "1x3"],
-        "--model: mesh axis tensor=3 must be a multiple of num_kv_heads=2, which it exceeds, and divide ",
+        "--model, --mesh 1x3: mesh axis tensor=3 must be a multiple of num_kv_heads=2, which it exceeds, and divide ",
     ),
     (["--scale", "3"], "scale=3 must be a power of two from 1 to 64."),
     (["--sessions", "100000000"], "sessions=100000000 must be from 1 to 4096."),
@@ -99,6 +101,7 @@ BAD_FLAGS = [
     ),
     (["--device-tokens", "256"], "session 's0', turn 0: prompt of 400 tokens and 6 output tokens need 8 pages of 64"),
     (["--pages", "3"], "unrecognized arguments: --pages 3"),
+    (["--model", "trace.jsonl"], "--model: model 'trace.jsonl': is a file; of files only .gguf is read."),
     (["--polic", "vllm"], "unrecognized arguments: --polic vllm"),
     (["--seed", "x"], "argument --seed: invalid int value: 'x'"),
 ]
@@ -119,7 +122,7 @@ def test_a_broken_trace_line_is_named_or_left_out(capsys, trace, place_executor)
     assert penelope("replay", trace, "--model", "random:tiny", "--skip-bad") == 0
     out, err = capsys.readouterr()
     assert "4 sessions, 24 requests" in out
-    assert f"left out: {trace}:5: not JSON" in err and "left out 1 broken entries." in err
+    assert f"left out: {trace}:5: not JSON" in err and "left out 1 broken entry." in err
 
 
 def test_missing_and_truncated_weights(capsys, trace, tmp_path):
@@ -315,6 +318,38 @@ def test_the_second_signal_ends_a_replay_at_once(trace, tmp_path, number, code, 
 
 def executed(run) -> int:
     return command.execute(argparse.Namespace(run=run, prog="command"))
+
+
+@pytest.mark.parametrize(("name", "text"), [(None, "cannot write"), ("out.json", "cannot write out.json")])
+def test_a_full_disk_is_told_in_one_line(capfd, name, text):
+    def run(_args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
+
+    assert executed(run) == command.BAD_INPUT
+    assert capfd.readouterr().err == f"command: error: {text}: No space left on device.\n"
+
+
+def test_other_faults_of_the_system_keep_their_trace():
+    def run(_args):
+        raise OSError(errno.EIO, "broken")
+
+    with pytest.raises(OSError, match="broken"):
+        executed(run)
+
+
+@pytest.mark.parametrize(
+    "command_line", ["synthesize --sessions 2", "scenario tests/golden/figure3_three_of_eight_pages.scenario"]
+)
+def test_output_into_a_full_device(command_line):
+    line = f"{sys.executable} -m penelope_jax.cli {command_line} > /dev/full"
+    root = pathlib.Path(__file__).parent.parent
+    done = subprocess.run(["bash", "-c", line], capture_output=True, check=False, text=True, timeout=60, cwd=root)
+    assert done.returncode and done.stderr.count("\n") == 1, done.stderr
+
+
+def test_a_misspelt_flag_is_named_where_another_is_missing(capsys):
+    line = error_line(capsys, "replay", "t.jsonl", "--modl=random:tiny", "--sessions", 2, "--verbosity=0", "--x")
+    assert line == ("penelope replay: error: the following arguments are required: --model; unrecognized: --modl, --x")
 
 
 BOTH = (signal.SIGINT, signal.SIGTERM)

@@ -1,5 +1,6 @@
 """The check of a GPU host, on a CPU: its parts in tiny sizes, what it writes, and what happens when a part goes wrong."""
 
+import contextlib
 import json
 import os
 import pathlib
@@ -208,6 +209,48 @@ def broken_child(names, document, save):
             assert names[index + 1 :]
             return device_supervisor.AGAIN
     return 0
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_ctrl_c_ends_the_part_that_runs(tmp_path, number, code):
+    """It reaches parent and child, and at once, whatever the child is doing."""
+    text = f"""
+import argparse, os, pathlib, signal, time
+from penelope_jax.experiments import command, device_supervisor
+
+def child(names, document, save):
+    print(os.getpid(), flush=True)
+    while True:
+        try:
+            time.sleep(60)
+        except BaseException:  # as JAX does in a callback
+            pass
+
+def run(args):
+    return device_supervisor.supervise(child, ["part"], {{"parts": {{}}}}, pathlib.Path({str(tmp_path / "p.json")!r}), 60)
+
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
+raise SystemExit(command.execute(argparse.Namespace(run=run, prog="device_check")))
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", text],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert process.stdout is not None
+        child = int(process.stdout.readline())
+        os.killpg(process.pid, number)
+        _, errors = process.communicate(timeout=20)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == code and errors.startswith("device_check: ") and errors.count("\n") == 1, errors
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)
 
 
 def test_parts_that_hang_or_crash_leave_the_others(tmp_path):

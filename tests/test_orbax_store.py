@@ -15,6 +15,7 @@ from model_oracle import cpu_mesh, params_of
 from test_checkpoint import assert_same, hf_tensors, numpy_params, with_copied_heads, write_hf
 
 from penelope_jax import cli
+from penelope_jax.errors import InputError
 from penelope_jax.models import layers, orbax_store, random_weights, registry
 from penelope_jax.models.config import ModelConfig, RopeScaling
 from penelope_jax.models.fingerprint import fingerprint
@@ -141,12 +142,33 @@ def test_convert_refusals(folders, tmp_path):
         ((source, out), f"{out}: is not empty; must be a new directory"),
         ((source, tmp_path / "file"), "file: is a file; must be a new directory"),
         ((tmp_path / "none", tmp_path / "new"), "none: no such directory"),
+        ((source, tmp_path / "no" / "new"), f"no/new: there is no folder {tmp_path / 'no'}."),
     ):
         args = cli.parse(["penelope", "convert", *map(str, argv)])
         with pytest.raises(ValueError) as raised:
             args.run(args)
         assert message in str(raised.value)
-    assert not (tmp_path / "new").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError("disk full")])
+@pytest.mark.parametrize("empty", [False, True])
+def test_a_conversion_that_was_ended_leaves_nothing(folders, tmp_path, monkeypatch, error, empty):
+    source, out = folders[0], tmp_path / "model"
+    if empty:
+        out.mkdir()
+    args = cli.parse(["penelope", "convert", str(source), str(out)])
+
+    def copyfile(*_):
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(orbax_store.shutil, "copyfile", copyfile)  # the parameters are written by then
+        with pytest.raises((KeyboardInterrupt, InputError)):
+            args.run(args)
+    assert [path.name for path in tmp_path.rglob("*")] == (["model"] if empty else [])
+    assert args.run(args) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["model"] and orbax_store.is_model(out)
 
 
 def largest_file(directory: pathlib.Path) -> pathlib.Path:

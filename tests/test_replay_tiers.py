@@ -113,7 +113,7 @@ def test_a_second_run_begins_with_the_cache_of_the_first(capsys, trace, tmp_path
     for change, reason in (
         (["--seed", 1], "weights with fingerprint"),
         (["--dtype", "bfloat16"], "weights with fingerprint"),
-        (["--page-size", 32], "pages of tokens: 16; this engine has 32."),
+        (["--page-size", 32], "pages whose size in tokens is 16; this engine has 32."),
     ):
         assert penelope("replay", trace, *QUICK, *flags, *change) == 2
         out, err = capsys.readouterr()

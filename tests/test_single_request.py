@@ -8,6 +8,7 @@ import pytest
 
 from penelope_jax.cost import units, units_of
 from penelope_jax.driver import HashExecutor
+from penelope_jax.errors import InputError
 from penelope_jax.experiments import command, single_request
 from penelope_jax.experiments.single_request import Measurement, Setting, measure, plot, table
 from penelope_jax.models import registry
@@ -65,7 +66,40 @@ def test_c_is_calibrated_from_two_prefills_and_the_formula_follows(monkeypatch):
     assert (0, 256) in executor.computed and executor.computed[-1][1] == 8492
 
 
-def made_up(context):
+def test_times_that_no_c_explains_cost_no_measurement(monkeypatch, capsys, tmp_path):
+    executor = UnitExecutor()
+    monkeypatch.setattr(single_request, "measure", lambda model, setting, executor, runs: made_up(512, fits=False))
+    monkeypatch.setattr(single_request.engine_options, "warm_up", lambda executor: 0)
+    flags = ["--model", "random:tiny", "--contexts", "512", "--front-start", "64", "--json", str(tmp_path / "out.json")]
+    parser = command.Parser()
+    single_request.add_flags(parser)
+    assert single_request.run(parser.parse_args(flags)) == single_request.OUT_OF_TOLERANCE
+    out = capsys.readouterr().out
+    assert "Context 512: no c of the formula explains 0.100 s for 2,048 tokens and 4.000 s for 512; " in out
+    assert "      2.50        -      -             -                     2.72" in out
+    (row,) = json.loads((tmp_path / "out.json").read_text())["measurements"]
+    assert (row["ratio"], row["linear_cost"], row["error"]) == (2.5, None, None)
+    assert not executor.computed
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--contexts", "abc"], "--contexts abc: must be numbers of at least 1 with commas between."),
+        (["--free", "3"], "--free 3.0 must be above 0 and below 1."),
+        (["--runs", "0"], "--runs 0 must be at least 1."),
+        (["--plot", "a.xyz"], "--plot a.xyz: must end in one of .pdf, .png, .svg."),
+    ],
+)
+def test_bad_flags_are_named(flags, message):
+    parser = command.Parser()
+    single_request.add_flags(parser)
+    with pytest.raises(InputError) as raised:
+        single_request.run(parser.parse_args(flags))
+    assert str(raised.value) == message
+
+
+def made_up(context, *, fits=True):
     return Measurement(
         setting=Setting(context=context),
         front_s=1.0,
@@ -74,8 +108,8 @@ def made_up(context):
         short=2048,
         short_s=0.1,
         prefill_s=4.0,
-        linear_cost=700.0,
-        formula=2.75,
+        linear_cost=700.0 if fits else None,
+        formula=2.75 if fits else None,
         formula_model=2.72,
     )
 

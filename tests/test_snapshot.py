@@ -163,7 +163,7 @@ def test_what_is_not_there_is_no_problem(tmp_path, target, caplog):
         (
             {"page_size": 8, "host_tokens": 80, "swap_tokens": 8},
             {},
-            "holds pages of tokens: 4; this engine has 8.",
+            "holds pages whose size in tokens is 4; this engine has 8.",
         ),
         (
             {},
