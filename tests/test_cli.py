@@ -1,10 +1,7 @@
 """The command line: one clear line and exit code 2 for bad input, the JSON of a replay, Ctrl-C."""
 
-import argparse
-import errno
 import json
 import os
-import pathlib
 import re
 import signal
 import subprocess
@@ -143,6 +140,11 @@ def test_missing_and_truncated_weights(capsys, trace, tmp_path):
 def test_a_pool_that_does_not_fit_the_memory(capsys, trace):
     line = error_line(capsys, "replay", trace, "--model", "random:tiny", "--device-tokens", 64 * 2**24)
     assert "error: a pool of 1073741824 tokens cannot be allocated: RESOURCE_EXHAUSTED: " in line
+
+
+def test_a_misspelt_flag_is_named_where_another_is_missing(capsys):
+    line = error_line(capsys, "replay", "t.jsonl", "--modl=random:tiny", "--sessions", 2, "--verbosity=0", "--x")
+    assert line == ("penelope replay: error: the following arguments are required: --model; unrecognized: --modl, --x")
 
 
 def test_usage_errors(capsys):
@@ -314,89 +316,3 @@ def test_the_second_signal_ends_a_replay_at_once(trace, tmp_path, number, code, 
     """The first one lets the step end, which takes long here."""
     assert interrupted(trace, tmp_path, number, 30, times=2) == (code, "", f"penelope replay: {word}.\n")
     assert not (tmp_path / "out.json").exists()
-
-
-def executed(run) -> int:
-    return command.execute(argparse.Namespace(run=run, prog="command"))
-
-
-@pytest.mark.parametrize(("name", "text"), [(None, "cannot write"), ("out.json", "cannot write out.json")])
-def test_a_full_disk_is_told_in_one_line(capfd, name, text):
-    def run(_args):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
-
-    assert executed(run) == command.BAD_INPUT
-    assert capfd.readouterr().err == f"command: error: {text}: No space left on device.\n"
-
-
-def test_other_faults_of_the_system_keep_their_trace():
-    def run(_args):
-        raise OSError(errno.EIO, "broken")
-
-    with pytest.raises(OSError, match="broken"):
-        executed(run)
-
-
-@pytest.mark.parametrize(
-    "command_line", ["synthesize --sessions 2", "scenario tests/golden/figure3_three_of_eight_pages.scenario"]
-)
-def test_output_into_a_full_device(command_line):
-    line = f"{sys.executable} -m penelope_jax.cli {command_line} > /dev/full"
-    root = pathlib.Path(__file__).parent.parent
-    done = subprocess.run(["bash", "-c", line], capture_output=True, check=False, text=True, timeout=60, cwd=root)
-    assert done.returncode and done.stderr.count("\n") == 1, done.stderr
-
-
-def test_a_misspelt_flag_is_named_where_another_is_missing(capsys):
-    line = error_line(capsys, "replay", "t.jsonl", "--modl=random:tiny", "--sessions", 2, "--verbosity=0", "--x")
-    assert line == ("penelope replay: error: the following arguments are required: --model; unrecognized: --modl, --x")
-
-
-BOTH = (signal.SIGINT, signal.SIGTERM)
-
-
-@pytest.fixture
-def default_signals():
-    before = {number: signal.signal(number, signal.SIG_DFL) for number in BOTH}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
-def test_signals_are_handled_while_a_command_runs(capsys, default_signals):
-    assert executed(lambda _args: signal.raise_signal(signal.SIGTERM)) == command.TERMINATED == 143
-    assert executed(lambda _args: signal.raise_signal(signal.SIGINT)) == command.INTERRUPTED == 130
-    assert capsys.readouterr().err == "command: terminated.\ncommand: interrupted.\n"
-    assert [signal.getsignal(number) for number in BOTH] == [signal.SIG_DFL] * 2
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    assert executed(lambda _args: signal.raise_signal(signal.SIGINT) or 0) == 0
-
-
-def test_signals_wait_for_what_must_not_be_left_half_done(capsys, default_signals):
-    done = []
-
-    def run(_args):
-        with command.signals_wait():
-            signal.raise_signal(signal.SIGTERM)
-            signal.raise_signal(signal.SIGINT)
-            done.append("inside")
-        done.append("after")
-
-    assert executed(run) == 143 and done == ["inside"]
-    assert capsys.readouterr().err == "command: terminated.\n"
-
-
-def test_signals_sent_together_are_one(capsys, default_signals):
-    done = []
-
-    def run(_args):
-        signal.pthread_sigmask(signal.SIG_BLOCK, BOTH)
-        for number in BOTH:
-            signal.raise_signal(number)
-        try:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, BOTH)
-        finally:
-            done.append("tidied up")
-
-    assert executed(run) == 130 and done == ["tidied up"]
-    assert capsys.readouterr().err == "command: interrupted.\n"

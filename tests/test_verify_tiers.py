@@ -88,9 +88,9 @@ def test_control_nothing_to_change_without_loads(model, config, sessions):
         (["--perturb-host"], "--perturb-host needs a host tier: --host-tokens N."),
         (["--slow-moves", 2], "--slow-moves needs a host tier: --host-tokens N."),
         (["--fail-moves", 0.5], "--fail-moves needs a host tier: --host-tokens N."),
-        (["--host-tokens", 96, "--fail-moves", 2], "fail_demotions=2.0 must be in [0, 1]."),
+        (["--host-tokens", 96, "--fail-moves", 2], "--fail-moves 2.0 must be in [0, 1]."),
         (["--host-tokens", 96, "--perturb", "--perturb-host"], "--perturb and --perturb-host: one at a time."),
-        (["--batch", 0], "batch=0 must be at least 1."),
+        (["--batch", 0], "--batch 0 must be at least 1."),
         (
             ["--load-units", "auto"],
             "--load-units auto: a measured time differs from run to run; verify takes a number.",
