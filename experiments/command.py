@@ -92,13 +92,7 @@ def execute(args: argparse.Namespace) -> int:
         return BAD_INPUT
     except KeyboardInterrupt as stop:
         ended = True
-        with contextlib.suppress(OSError):
-            _flush_output()
-        if isinstance(stop, Terminated):
-            print(f"{args.prog}: terminated.", file=sys.stderr)
-            return TERMINATED
-        print(f"{args.prog}: interrupted.", file=sys.stderr)
-        return INTERRUPTED
+        return _stopped(args, stop)
     except BrokenPipeError:
         ended = True
         _drop_output()
@@ -111,9 +105,40 @@ def execute(args: argparse.Namespace) -> int:
         place = f" {error.filename}" if error.filename else ""
         print(f"{args.prog}: error: cannot write{place}: {error.strerror}.", file=sys.stderr)
         return BAD_INPUT
+    except Exception as error:
+        stop = _signal_behind(error)
+        if stop is None:
+            raise
+        ended = True
+        return _stopped(args, stop)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _stopped(args: argparse.Namespace, stop: BaseException) -> int:
+    with contextlib.suppress(OSError):
+        _flush_output()
+    if isinstance(stop, Terminated):
+        print(f"{args.prog}: terminated.", file=sys.stderr)
+        return TERMINATED
+    print(f"{args.prog}: interrupted.", file=sys.stderr)
+    return INTERRUPTED
+
+
+def _signal_behind(error: BaseException) -> BaseException | None:
+    """Returns what a signal raised, where a library made another error of it, or None.
+
+    An extension that is being imported makes an ImportError; a callback of JAX an error of its runtime, by name only.
+    """
+    for kind in (Terminated, KeyboardInterrupt):
+        if str(error).startswith(f"{kind.__name__}:") or f" {kind.__name__}:" in str(error):
+            return kind()
+    while error.__cause__ is not None:
+        error = error.__cause__
+        if isinstance(error, KeyboardInterrupt):
+            return error
+    return None
 
 
 def _flush_output() -> None:

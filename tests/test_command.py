@@ -44,6 +44,34 @@ def test_output_into_a_full_device(command_line):
     assert done.returncode and done.stderr.count("\n") == 1, done.stderr
 
 
+def test_a_signal_of_which_a_library_made_another_error_is_one(capsys):
+    def imported(_args):
+        try:
+            raise command.Terminated
+        except KeyboardInterrupt as stop:
+            raise ImportError("initialization failed") from stop
+
+    def called_back(_args):
+        raise RuntimeError("INTERNAL: CpuCallback error calling callback: Traceback ... KeyboardInterrupt: ")
+
+    assert (executed(imported), executed(called_back)) == (143, 130)
+    assert capsys.readouterr().err == "command: terminated.\ncommand: interrupted.\n"
+
+
+def test_a_fault_while_giving_way_to_a_signal_keeps_its_trace():
+    def fault():
+        raise RuntimeError("a fault of ours")
+
+    def run(_args):
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            fault()
+
+    with pytest.raises(RuntimeError, match="a fault of ours"):
+        executed(run)
+
+
 BOTH = (signal.SIGINT, signal.SIGTERM)
 
 
