@@ -14,6 +14,7 @@ import numpy as np
 from penelope_jax.errors import InputError
 from penelope_jax.events import Finished, Update
 from penelope_jax.experiments.sessions import Conversation, Session
+from penelope_jax.garbage import seldom_collected
 from penelope_jax.metrics import Recorder
 from penelope_jax.segments import SamplingParams
 
@@ -159,6 +160,7 @@ class LoopDriver(Protocol):
     def step(self) -> list[Update]: ...
 
 
+@seldom_collected()
 def play(
     driver: LoopDriver,
     loop: ClosedLoop,

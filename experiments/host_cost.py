@@ -6,7 +6,8 @@ insert, 2.9 ms and more for an eviction of 480 pages; another machine, so the or
 
     python -m penelope_jax.experiments.host_cost [--sessions 24] [--turns 200] [--tokens 118000] [--json FILE]
 
-Planning with both tiers full and pages moving is timed with 64 running requests of --two-tier-tokens each.
+Planning with both tiers full and pages moving is timed with 64 running requests of --two-tier-tokens each, and with
+garbage collected as seldom as in a replay (`garbage.py`).
 
 With --leaves N each operation is timed once more on a tree of N leaves, each a private history of 16K tokens behind a
 shared page, and the memory of the tree is measured. An operation must not cost more because there are more histories:
@@ -28,6 +29,7 @@ from penelope_jax.config import POLICIES, EngineConfig
 from penelope_jax.driver import HashExecutor
 from penelope_jax.events import Finished, MoveDone, Submit
 from penelope_jax.eviction import evict
+from penelope_jax.garbage import seldom_collected
 from penelope_jax.invariants import check_cache
 from penelope_jax.lookup import match
 from penelope_jax.metrics import write_json
@@ -112,6 +114,7 @@ def milliseconds(seconds: dict[str, list[float]]) -> dict[str, dict[str, float]]
     }
 
 
+@seldom_collected()
 def measure_plan(num_requests: int = 64, num_tokens: int = 130_000, num_steps: int = 200) -> dict[str, list[float]]:
     """Returns seconds of `plan` and `apply` for steps in which `num_requests` long histories decode."""
     rng = np.random.default_rng(0)
@@ -147,6 +150,7 @@ def measure_plan(num_requests: int = 64, num_tokens: int = 130_000, num_steps: i
     return {f"{name}, {num_requests} x {num_tokens:,} tokens": times for name, times in seconds.items()}
 
 
+@seldom_collected()
 def measure_tiers(
     num_requests: int = 64, num_host_pages: int = 4_000, num_tokens: int = 6_000, num_steps: int = 1_500
 ) -> dict[str, list[float]]:

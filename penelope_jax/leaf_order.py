@@ -5,16 +5,15 @@ radix trie over the stamp's bits with 32-way tuples, so adding, removing and fin
 copy a few short tuples; the order survives between calls (SGLang issue 14339 is what happens when it does not).
 """
 
-import dataclasses
 from collections.abc import Iterator
+from typing import NamedTuple
 
 _BITS = 5
 _WIDTH = 1 << _BITS
 _EMPTY: tuple = (None,) * _WIDTH
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class LeafOrder:
+class LeafOrder(NamedTuple):
     """Leaves by stamp. `root` is None when empty; `depth` levels index stamps below `32 ** depth`."""
 
     root: tuple | None = None

@@ -4,7 +4,6 @@ A pool hands out page ids and takes them back. It is a persistent value: an old 
 The free ids are a linked list of read-only runs, so taking or returning n ids costs O(n), never O(pool).
 """
 
-import dataclasses
 import enum
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -48,22 +47,22 @@ def frozen(array: np.ndarray) -> np.ndarray:
     return array
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class PagePool:
+class PagePool(NamedTuple):
     """Free page ids of one tier.
 
     Attributes:
         num_pages: ids are in `[0, num_pages)`.
         num_free: how many are free.
+        runs: which, next one first; for the functions of this module.
     """
 
     num_pages: int
     num_free: int
-    _runs: _Run | None
+    runs: _Run | None
 
     def free_ids(self) -> Iterator[int]:
         """Yields the free ids, next one first."""
-        run = self._runs
+        run = self.runs
         while run is not None:
             yield from run.ids.tolist()
             run = run.rest
@@ -89,7 +88,7 @@ def take(pool: PagePool, num_pages: int) -> tuple[PagePool, np.ndarray]:
     if num_pages > pool.num_free:
         raise OutOfPages(num_pages, pool.num_free)
     parts: list[np.ndarray] = []
-    left, runs = num_pages, pool._runs
+    left, runs = num_pages, pool.runs
     while left:
         assert runs is not None, "num_free disagrees with the free runs"
         ids, rest = runs
@@ -125,4 +124,4 @@ def give_back(pool: PagePool, page_ids: np.ndarray) -> PagePool:
         raise ValueError(f"page ids given back twice: {values}.")
     if pool.num_free + len(ids) > pool.num_pages:
         raise ValueError(f"{len(ids)} pages given back, but only {pool.num_pages - pool.num_free} are out.")
-    return PagePool(pool.num_pages, pool.num_free + len(ids), _Run(frozen(ids), pool._runs))
+    return PagePool(pool.num_pages, pool.num_free + len(ids), _Run(frozen(ids), pool.runs))

@@ -85,7 +85,11 @@ def _count(cache: CacheState, node_ids: Sequence[int], stop: int, wanted: Callab
     for node_id in node_ids:
         node = cache.nodes[node_id]
         if node.num_host:
-            number += int(np.count_nonzero(wanted(node)[: max(0, stop - node.start) // cache.page_size]))
+            num_pages = max(0, stop - node.start) // cache.page_size
+            if node.moving is None and num_pages >= node.num_pages:
+                number += node.num_host
+            else:
+                number += int(np.count_nonzero(wanted(node)[:num_pages]))
     return number
 
 
@@ -142,8 +146,9 @@ def start(
     going = tuple(host_id for host_id in demoted if edit.moving.get(host_id, NO_NODE) != NO_NODE)
     for node_id in {edit.moving[host_id] for host_id in going}:
         node = edit.nodes[node_id]
-        moving = moving_of(node)
-        edit.set_moving(node, np.where(moving == PLANNED, np.int32(LEAVING), moving))
+        moving = moving_of(node).copy()
+        moving[moving == PLANNED] = LEAVING
+        edit.put(node._replace(moving=frozen(moving)))
     moves: list[Move] = []
 
     def add(kind: MoveKind, device_ids: np.ndarray, host_ids: np.ndarray, **more) -> None:

@@ -18,7 +18,6 @@ from penelope_jax.radix_tree import (
     is_busy,
     is_device_leaf,
     is_leaf,
-    moving_of,
 )
 
 
@@ -303,7 +302,7 @@ def _changed(values: np.ndarray | None, part: slice, nothing: int) -> np.ndarray
 
 
 def _marked(node: Node, part: slice, moving: int) -> np.ndarray:
-    values = moving_of(node).copy()
+    values = np.full(node.num_pages, STILL, np.int32) if node.moving is None else node.moving.copy()
     values[part] = moving
     return frozen(values)
 

@@ -108,7 +108,7 @@ def test_what_does_not_fit_is_what_would_be_evicted_first(name, num_device, num_
     order = eviction_order(cache, config)
     empty = make_cache(4, max(1, num_device), num_host, 1)
     if not num_device:
-        empty = dataclasses.replace(empty, device=dataclasses.replace(empty.device, num_free=0, _runs=None))
+        empty = dataclasses.replace(empty, device=empty.device._replace(num_free=0, runs=None))
     rebuilt = rebuild(outline_of(cache)[0], empty, config.policy)
     kept = min(len(order), num_device + num_host)
     assert rebuilt.num_left_out == len(order) - kept and rebuilt.cache.num_resident == kept

@@ -22,7 +22,7 @@ LAYERS = (
     ("chat_template", "tokenizer", "models", "models.*"),
     ("batch", "sampling", "sampling_slots", "forward", "host_pages", "transfer", "pool_bytes"),
     ("executor", "snapshot"),
-    ("driver", "metrics", "text_stream", "whole_file"),
+    ("driver", "garbage", "metrics", "text_stream", "whole_file"),
     ("experiments", "experiments.*"),
     ("cli",),
 )
