@@ -7,8 +7,10 @@ its trace.
 import argparse
 import contextlib
 import errno
+import itertools
 import math
 import os
+import re
 import signal
 import sys
 import threading
@@ -48,8 +50,9 @@ class Parser(argparse_flags.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         if "arguments are required" in message:  # for which a flag may have been meant that is misspelt
-            names = [arg.partition("=")[0] for arg in self._given if arg.startswith("--") and arg != "--"]
-            known = {*self._option_string_actions, *(f"--{name}" for name in flags.FLAGS)}
+            options = itertools.takewhile(lambda arg: arg != "--", self._given)
+            names = [arg.partition("=")[0] for arg in options if arg.startswith("--")]
+            known = {*self._option_string_actions, *(f"--{no}{name}" for name in flags.FLAGS for no in ("", "no"))}
             unknown = [name for name in names if name not in known]
             message += f"; unrecognized: {', '.join(unknown)}" if unknown else ""
         self.exit(BAD_INPUT, f"{self.prog}: error: {message}\n")
@@ -101,12 +104,15 @@ def execute(args: argparse.Namespace) -> int:
         if error.errno not in _FULL:
             raise
         ended = True
-        _drop_output()
+        try:
+            _flush_output()  # where it is a file that has no room, what was printed is kept
+        except OSError:
+            _drop_output()
         place = f" {error.filename}" if error.filename else ""
         print(f"{args.prog}: error: cannot write{place}: {error.strerror}.", file=sys.stderr)
         return BAD_INPUT
     except Exception as error:
-        stop = _signal_behind(error)
+        stop = None if raised_s == -math.inf else _signal_behind(error)
         if stop is None:
             raise
         ended = True
@@ -129,11 +135,12 @@ def _stopped(args: argparse.Namespace, stop: BaseException) -> int:
 def _signal_behind(error: BaseException) -> BaseException | None:
     """Returns what a signal raised, where a library made another error of it, or None.
 
-    An extension that is being imported makes an ImportError; a callback of JAX an error of its runtime, by name only.
+    An extension that is being imported makes an ImportError of it; a callback of JAX an error of JAX's runtime whose text
+    ends with the trace.
     """
-    for kind in (Terminated, KeyboardInterrupt):
-        if str(error).startswith(f"{kind.__name__}:") or f" {kind.__name__}:" in str(error):
-            return kind()
+    found = re.search(r"^(?:[\w.]+\.)?(Terminated|KeyboardInterrupt):? *$", str(error), re.MULTILINE)
+    if found is not None:
+        return Terminated() if found[1] == Terminated.__name__ else KeyboardInterrupt()
     while error.__cause__ is not None:
         error = error.__cause__
         if isinstance(error, KeyboardInterrupt):

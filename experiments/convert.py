@@ -68,8 +68,11 @@ def convert(source: pathlib.Path, out: pathlib.Path, dtype: str | None = None) -
     mesh = _widest_mesh(from_hf_config(read_json(path), str(path)))
     model = registry.load_model(str(source), dtype=dtype, mesh=mesh)
     num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
-    # Beside its place until it is whole: half a model must not look like one, nor stand in the way of the next try.
-    part = out.absolute().with_name(f".{out.absolute().name}.{os.getpid()}.part")
+    # Apart until it is whole: half a model must not look like one, nor stand in the way of the next try. Inside, since
+    # `out` may be where another disk is mounted.
+    made = not out.exists()
+    out.mkdir(exist_ok=True)
+    part = out / f".{os.getpid()}.part"
     try:
         written = orbax_store.save_model(part, source, model.config, model.params)
         del model
@@ -77,10 +80,14 @@ def convert(source: pathlib.Path, out: pathlib.Path, dtype: str | None = None) -
         found = fingerprint(again.config, again.params)
         if found != written.fingerprint:
             raise ValueError(f"{out}: reads back with fingerprint {found}; {written.fingerprint} was written.")
-        part.replace(out)
+        with command.signals_wait():
+            for path in sorted(part.iterdir(), key=lambda path: path.name == orbax_store.MARKER_FILE):
+                path.replace(out / path.name)
     finally:
         with command.signals_wait():
             shutil.rmtree(part, ignore_errors=True)
+            if made and not any(out.iterdir()):
+                out.rmdir()
     return (
         f"{out}: {num_bytes / 1e9:.3f} GB in {written.dtype}, cut for {mesh.size} devices, fingerprint "
         f"{written.fingerprint}, read back equal."

@@ -73,16 +73,18 @@ def _watch(
     process = multiprocessing.get_context("fork").Process(target=main, daemon=True)
     begin = time.time()
     sys.stdout.flush()
-    process.start()
     try:
+        with signals_wait():
+            process.start()
         while process.is_alive():
             process.join(_POLL_S)
             if time.time() - max(begin, _last_sign(path)) > limit_s:
                 return None, f"no case ended within {limit_s:g} s; the process was killed"
     finally:
         with signals_wait():
-            process.kill()
-            process.join()
+            if process.pid is not None:
+                process.kill()
+                process.join()
     return process.exitcode, f"the process ended with {process.exitcode}"
 
 

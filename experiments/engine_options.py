@@ -329,7 +329,7 @@ def check_plot(flag: str, path: str | None) -> None:
     if path is None:
         return
     check_output(flag, path)
-    if pathlib.Path(path).suffix not in PICTURES:
+    if pathlib.Path(path).suffix.lower() not in PICTURES:
         raise InputError(f"{flag} {path}: must end in one of {', '.join(PICTURES)}.")
     if importlib.util.find_spec("matplotlib") is None:
         raise InputError(f"{flag} needs matplotlib; install it with: pip install 'penelope_jax[report]'.")
@@ -337,6 +337,6 @@ def check_plot(flag: str, path: str | None) -> None:
 
 def numbers(flag: str, text: str) -> list[int]:
     """Returns the numbers in `text`, the value of `flag`. Raises InputError unless each is at least 1."""
-    if not re.fullmatch(r"[1-9]\d{0,8}(,[1-9]\d{0,8})*", text):
+    if not re.fullmatch(r"[1-9]\d{0,8}( *, *[1-9]\d{0,8})*", text):
         raise InputError(f"{flag} {text}: must be numbers of at least 1 with commas between.")
     return [int(part) for part in text.split(",")]

@@ -357,9 +357,9 @@ def run(args: argparse.Namespace) -> int:
     def keep(documents: list[dict[str, Any]]) -> None:
         """A run takes hours in full size; what has ended is written at once, and counts only together with that."""
         with signals_wait():
-            results[part] = documents
             if args.json:
-                write_json(args.json, results)
+                write_json(args.json, results | {part: documents})
+            results[part] = documents
 
     try:
         for part in args.part or PARTS:

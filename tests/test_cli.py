@@ -143,7 +143,19 @@ def test_a_pool_that_does_not_fit_the_memory(capsys, trace):
 
 
 def test_a_misspelt_flag_is_named_where_another_is_missing(capsys):
-    line = error_line(capsys, "replay", "t.jsonl", "--modl=random:tiny", "--sessions", 2, "--verbosity=0", "--x")
+    line = error_line(
+        capsys,
+        "replay",
+        "t.jsonl",
+        "--modl=random:tiny",
+        "--sessions",
+        2,
+        "--verbosity=0",
+        "--x",
+        "--noalsologtostderr",
+        "--",
+        "--y",
+    )
     assert line == ("penelope replay: error: the following arguments are required: --model; unrecognized: --modl, --x")
 
 

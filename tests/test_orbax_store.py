@@ -169,6 +169,14 @@ def test_a_conversion_that_was_ended_leaves_nothing(folders, tmp_path, monkeypat
     assert [path.name for path in tmp_path.rglob("*")] == (["model"] if empty else [])
     assert args.run(args) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["model"] and orbax_store.is_model(out)
+    assert not [path for path in out.rglob("*") if path.name.startswith(".")]
+
+
+def test_convert_into_a_link_to_an_empty_directory(folders, tmp_path, monkeypatch):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "model").symlink_to(tmp_path / "disk")
+    args = cli.parse(["penelope", "convert", str(folders[0]), str(tmp_path / "model")])
+    assert args.run(args) == 0 and orbax_store.is_model(tmp_path / "disk")
 
 
 def largest_file(directory: pathlib.Path) -> pathlib.Path:

@@ -6,6 +6,7 @@ import numpy as np
 from engine_settings import Sampler
 from engine_world import POISON, EngineWorld
 
+from penelope_jax.admission import evictable_pages, surely_evictable
 from penelope_jax.config import EngineConfig
 from penelope_jax.events import MoveDone
 from penelope_jax.moves import MAX_MOVE_PAGES, Move, MoveKind
@@ -81,6 +82,9 @@ class TieredWorld(EngineWorld):
     def plan(self, sampler: Sampler) -> StepPlan | None:
         plan = super().plan(sampler)
         self.check_claims()
+        arguments = (self.state.cache, self.config, self.state.running)
+        sure, exact = surely_evictable(*arguments), evictable_pages(*arguments)
+        assert sure <= exact, f"{sure} pages are said to be evictable for sure, {exact} are"
         return plan
 
     def check_claims(self) -> None:
