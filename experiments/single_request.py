@@ -241,7 +241,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the experiment; returns 1 when a ratio is off the formula by more than the tolerance."""
+    """Runs the experiment; returns 1 when a ratio is off the formula by more than the tolerance, or no c fits."""
     engine_options.check_output("--json", args.json)
     engine_options.check_plot("--plot", args.plot)
     if not 0 < args.free < 1:
