@@ -108,11 +108,12 @@ def run_tasks(args: argparse.Namespace, trace: Trace, tasks: Sequence[Task], kee
         tqdm.tqdm(total=len(tasks), desc="simulations", unit="run", disable=not sys.stderr.isatty()) as bar,
     ):
         for index, document in ended:
-            documents[index] = document
-            keep([documents[number] for number in sorted(documents)])
-            bar.update()
-            if bar.disable:
-                print(f"{len(documents)} of {len(tasks)} simulations: {tasks[index].text}", file=sys.stderr)
+            with signals_wait():  # what counts as ended is kept and told, in a whole line
+                documents[index] = document
+                keep([documents[number] for number in sorted(documents)])
+                bar.update()
+                if bar.disable:
+                    print(f"{len(documents)} of {len(tasks)} simulations: {tasks[index].text}", file=sys.stderr)
     return [documents[number] for number in range(len(tasks))]
 
 
@@ -295,7 +296,8 @@ def timeline(args: argparse.Namespace, trace: Trace, keep: Keep) -> list[dict[st
         host_tokens=args.host_tokens,
     )
     document, simulation = simulated(args, trace, task)
-    keep([document])
+    with signals_wait():
+        keep([document])
     print(f"\nMoves under {task.policy}, {task.num_live} sessions live:")
     print(move_timeline.text(simulation.moves))
     if args.plot is not None:
@@ -356,10 +358,9 @@ def run(args: argparse.Namespace) -> int:
 
     def keep(documents: list[dict[str, Any]]) -> None:
         """A run takes hours in full size; what has ended is written at once, and counts only together with that."""
-        with signals_wait():
-            if args.json:
-                write_json(args.json, results | {part: documents})
-            results[part] = documents
+        if args.json:
+            write_json(args.json, results | {part: documents})
+        results[part] = documents
 
     try:
         for part in args.part or PARTS:

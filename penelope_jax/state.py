@@ -92,8 +92,7 @@ class Request:
         """Whether its prompt is done and there are tokens to sample."""
         if self.next_pos < len(self.prompt):
             return False
-        num_sampled = len(self.prompt) - self.original_len + len(self.outputs) - self.num_cut + self.num_in_flight
-        return num_sampled < self.max_tokens
+        return self.output_len + self.num_in_flight < self.max_tokens
 
     @property
     def output_len(self) -> int:

@@ -18,6 +18,7 @@ from penelope_jax.radix_tree import (
     is_busy,
     is_device_leaf,
     is_leaf,
+    moving_of,
 )
 
 
@@ -302,7 +303,7 @@ def _changed(values: np.ndarray | None, part: slice, nothing: int) -> np.ndarray
 
 
 def _marked(node: Node, part: slice, moving: int) -> np.ndarray:
-    values = np.full(node.num_pages, STILL, np.int32) if node.moving is None else node.moving.copy()
+    values = moving_of(node).copy()
     values[part] = moving
     return frozen(values)
 

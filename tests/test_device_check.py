@@ -1,6 +1,5 @@
 """The check of a GPU host, on a CPU: its parts in tiny sizes, what it writes, and what happens when a part goes wrong."""
 
-import contextlib
 import json
 import os
 import pathlib
@@ -13,6 +12,7 @@ from typing import Any, cast
 import jax
 import numpy as np
 import pytest
+from process_group import started
 
 from penelope_jax.experiments import device_check, device_kernels, device_supervisor
 from penelope_jax.experiments.device_attention import REAL as ATTENTION
@@ -233,21 +233,11 @@ signal.signal(signal.SIGINT, signal.SIG_DFL)
 signal.signal(signal.SIGTERM, signal.SIG_DFL)
 raise SystemExit(command.execute(argparse.Namespace(run=run, prog="device_check")))
 """
-    process = subprocess.Popen(
-        [sys.executable, "-c", text],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
+    with started(text) as process:
         assert process.stdout is not None
         child = int(process.stdout.readline())
         os.killpg(process.pid, number)
         _, errors = process.communicate(timeout=20)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == code and errors.startswith("device_check: ") and errors.count("\n") == 1, errors
     with pytest.raises(ProcessLookupError):
         os.kill(child, 0)
